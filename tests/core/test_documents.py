@@ -70,7 +70,7 @@ class TestFiles:
         assert (file_kind(str(path)), file_kind(str(tmp_path))) == ("file", "folder")
 
     def test_where_names_the_flag(self, tmp_path: Path) -> None:
-        with pytest.raises(BadInput, match=rf"^MODEL: {tmp_path}/x no such file; look$"):
+        with pytest.raises(BadInput, match=rf"^MODEL: {tmp_path}/x does not exist; look$"):
             read_bytes(str(tmp_path / "x"), 1, where="MODEL", remedy="look")
 
 

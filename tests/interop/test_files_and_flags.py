@@ -38,7 +38,7 @@ def test_flags_of_another_machine_are_told(cli: Cli, tmp_path: Path, verb: str) 
     words = (verb, *(ASKED if verb == "recommend" else ASKED[:-2]), "--from", str(path), "--json")
     assert "by the flags" not in cli(*words)[1]
     out = cli(*words, "--gpus", "2")[1]
-    assert "2 GPUs a node by the flags, where num_processes makes it 4" in out
+    assert "2 GPUs a node by the flags, 4 by num_processes" in out
     assert json.loads(out)
 
 
@@ -56,8 +56,6 @@ def test_one_gpu_is_one_where_it_is_asked_for(cli: Cli, tmp_path: Path, verb: st
         return int((answer.get("cluster") or answer["estimate"]["cluster"])["gpus"])
 
     assert (gpus(), gpus("--gpus", "1"), gpus("--gpus", "2")) == (4, 1, 2)
-    assert "1 GPUs a node by the flags, where num_processes makes it 4" in " ".join(
-        cli(*words, *engine, "--gpus", "1", *why)[1].split()
-    )
+    assert "1 GPUs a node by the flags, 4 by num_processes" in " ".join(cli(*words, *engine, "--gpus", "1", *why)[1].split())
     following = cli(*words, *engine, "--gpus", "1")[1].partition("Next: ")[2].replace("\\\n", " ")
     assert verb == "recommend" or " --gpus 1 " in following

@@ -64,7 +64,7 @@ def test_a_key_that_adds_memory_leaves_a_fit_unknown(key: str) -> None:
     asked: dict[str, Any] = {"model": "gpt2", "gpus": 8, "gpu": "H100"}
     plan = the_plan(**asked, ds_config=quantized(**{key: True}))
     assert plan.fits is None
-    assert key in plan.settle
+    assert key in plan.decides
     assert [one.key for one in plan.unmodelled] == [f"zero_optimization.{key}"]
     assert the_plan(**asked, ds_config=quantized(**{key: False})).fits is True
 
@@ -74,7 +74,7 @@ def test_a_section_of_unknown_effect_leaves_both_answers_unknown() -> None:
     for model, gpu in (("gpt2", "H100"), (LLAMA_70B, "T4")):
         plan = the_plan(model=model, gpu=gpu, ds_config=config, depth=None if model == "gpt2" else "formula")
         assert plan.fits is None
-        assert "compile" in plan.settle
+        assert "compile" in plan.decides
 
 
 @pytest.mark.parametrize(

@@ -222,4 +222,4 @@ def test_what_no_amd_card_has_measured_leaves_the_verdict_open() -> None:
     assert nvidia.fits is True
     assert amd.fits is None
     assert "measured on no AMD card" in amd.unmodelled[0].says
-    assert amd.settle.startswith("run a few steps of the program itself")
+    assert amd.settle == "measure a few steps of the program itself"

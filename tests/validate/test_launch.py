@@ -76,6 +76,12 @@ if "LOCAL_RANK" in os.environ:
 """
 
 
+def test_a_model_whose_states_fill_the_machine_is_never_built() -> None:
+    """On a CPU the ranks' memory is the machine's own."""
+    with pytest.raises(zeroplan.BadInput, match=r"2 ranks hold [\d.]+ TiB of the model's states, and there are"):
+        zeroplan.verify("meta-llama/Llama-3.1-405B", stage=0, seq_len=8, engine="zeroplan")
+
+
 @pytest.mark.usefixtures("warm_ranks")
 def test_out_of_memory_says_in_which_phase_and_how_far_from_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(_LIMIT)

@@ -19,12 +19,12 @@ from zeroplan.core.plan import (
     PeakShare,
     PlanLine,
     Report,
-    Verdict,
 )
-from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.engines.process import CONTEXT, FIRST_COMMUNICATOR, FLASH_KERNELS, GUESSED_SPREAD, KERNELS
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.planner.describe import describe_cluster
+from zeroplan.planner.fit import LIMIT, decided
 from zeroplan.planner.limit import ALLOCATED_SPREAD, RESERVED_SPREAD
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: What runs a script that calls no engine.
 TORCH = "torch"
-_STOPPED, _LIMIT = "stopped", "limit"
+_STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,11 @@ def _judged_card(
         through = allocated <= room and timeline.under(room, config, device_memory=cluster.vram).oom is None
         if through:
             says = "the run fills the card, and gets through by emptying its cache: no script's run at that limit was measured"
-            left_out = (Unmodelled(_LIMIT, Effect.MORE, says),)
+            left_out = (Unmodelled(LIMIT, Effect.MORE, says),)
             high = usable
         elif allocated <= usable - beside:
             says = "the card has room for what is allocated, but not for the planned fragments"
-            left_out = (Unmodelled(_LIMIT, Effect.LESS, says),)
+            left_out = (Unmodelled(LIMIT, Effect.LESS, says),)
             high = max(high, usable + 1)
     phases: dict[str, int] = {}
     for mark in timeline.marks:
@@ -179,31 +179,8 @@ def _fits(gpu: GpuMemory, cluster: Cluster, unmodelled: tuple[Unmodelled, ...]) 
     assert gpu.interval is not None
     usable = cluster.usable_vram
     low, high = gpu.interval
-    broken, certain = usable is not None and high > usable, usable is not None and low > usable
-    keys = tuple(one for one in unmodelled if one.key != _LIMIT)
-    unknown = may_save(keys) if certain else may_add(keys) or (broken and may_save(keys))
-    decides = settle = ""
-    if usable is None:
-        verdict, decides = Verdict.UNKNOWN, "no limit is given"
-    elif unknown:
-        verdict, decides = Verdict.UNKNOWN, ", ".join(one.key for one in keys if one.effect is not Effect.NONE)
-        settle = "run a few steps of the program itself, and read torch.cuda.max_memory_reserved"
-    elif certain:
-        verdict = Verdict.DOES_NOT_FIT
-    elif broken or len(keys) < len(unmodelled):
-        fragments = next((one.says for one in unmodelled if one.key == _LIMIT), "")
-        verdict, decides = Verdict.MAY_FIT, fragments or "the limit lies within the figures' error"
-        settle = "leave the card more room: a smaller micro batch or a shorter length"
-    else:
-        verdict = Verdict.FITS
-    return {
-        "verdict": verdict,
-        "fits": verdict.fits,
-        "decides": decides,
-        "misfits": ("gpu",) if broken else (),
-        "unmodelled": unmodelled,
-        "settle": settle,
-    }
+    broken = ("gpu",) if usable is not None and high > usable else ()
+    return decided(unmodelled, limited=usable is not None, certain=usable is not None and low > usable, broken=broken)
 
 
 def _lines(timeline: Timeline, outside: dict[str, int], phase: str) -> tuple[PlanLine, ...]:

@@ -197,6 +197,9 @@ def find_gpu(name: str) -> Gpu:
     key = key.strip().replace("rtx ", "rtx").replace(" ", "-").replace("_", "-")
     found = GPUS.get(_ALIASES.get(key, key))
     if found is None:
+        card, times, count = key.rpartition("x" if "x" in key[3:] else ":")
+        if times and count.isdigit():
+            raise BadInput(f"{name[:60]!r} has the count behind", where="--gpu", remedy=f"write {count}x{card.upper()}")
         near = did_you_mean(key, [gpu.name for gpu in GPUS.values()])
         names = ", ".join(gpu.name for gpu in GPUS.values())
         raise BadInput(f"unknown GPU {name[:60]!r}", where="--gpu", remedy=near or f"use one of {names}, or --vram 24G")

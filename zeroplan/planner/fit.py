@@ -29,6 +29,12 @@ LIMIT = "limit"
 #: Boards take this many times the host memory that nodes of their kind usually have, and no more.
 _MOST_HOST = 4
 _WITHIN = "the card's limit lies within the figures' error"
+#: What measures a run whose plan leaves something out, and what does where its peak comes late.
+_A_FEW_STEPS = "measure a few steps of the program itself"
+_LATE_PEAKS = {
+    CURRICULUM_LEARNING: "train until the curriculum's longest step, and read torch.cuda.max_memory_reserved",
+    LAYER_DROP: "train until theta is low, and read torch.cuda.max_memory_reserved",
+}
 #: What settles a plan at its card's limit.
 _ROOM = "leave the card more room (a smaller micro batch, a shorter length, more GPUs), or try a few steps"
 
@@ -122,25 +128,53 @@ def judged(
     low, high = gpu
     broken = misfits(case, gpu=high, cpu=cpu, nvme=nvme)
     certain = misfits(case, gpu=low, cpu=round(cpu / _MOST_HOST) if case.cluster.assumes_host else cpu, nvme=nvme)
-    keys = tuple(one for one in unmodelled if one.key != LIMIT)  # fragments may decide, and are no unknown
     cluster = case.cluster
-    limited = any(limit is not None for limit in (cluster.vram, cluster.cpu_ram, cluster.nvme))
-    unknown = may_save(keys) if certain else may_add(keys) or (bool(broken) and may_save(keys))
-    if not limited or unknown:
-        verdict = Verdict.UNKNOWN
-    elif certain:
-        verdict = Verdict.DOES_NOT_FIT
-    else:
-        edge = broken or len(keys) < len(unmodelled) or (nvme and cluster.nvme is None)
-        verdict = Verdict.MAY_FIT if edge else Verdict.FITS
+    return decided(
+        unmodelled,
+        limited=any(limit is not None for limit in (cluster.vram, cluster.cpu_ram, cluster.nvme)),
+        certain=bool(certain),
+        broken=broken,
+        edge=_edge(case, broken, nvme),
+        simulate=simulate,
+    )
+
+
+def decided(
+    unmodelled: tuple[Unmodelled, ...],
+    *,
+    limited: bool,
+    certain: bool,
+    broken: tuple[str, ...],
+    edge: tuple[str, str] | None = None,
+    simulate: str = "",
+) -> dict[str, Any]:
+    """Return the fields of :func:`judged`.
+
+    Args:
+        unmodelled: what the figures leave out.
+        limited: whether any limit is given.
+        certain: whether a lower bound exceeds its limit.
+        broken: the names of the limits that upper bounds exceed.
+        edge: what decides beside the card about a plan that may fit, and what would settle it.
+        simulate: how to get figures with activations, where they are left out.
+    """
+    keys = tuple(one for one in unmodelled if one.key != LIMIT)  # fragments may decide, and are no unknown
+    fragments = next((one.says for one in unmodelled if one.key == LIMIT), "")
     decides = settle = ""
     if not limited:
-        decides = "no limit is given"
-    elif verdict is Verdict.UNKNOWN:
-        decides = ", ".join(one.key for one in keys if one.effect is not Effect.NONE)
+        verdict, decides = Verdict.UNKNOWN, "no limit is given"
+    elif may_save(keys) if certain else may_add(keys) or (bool(broken) and may_save(keys)):
+        verdict, decides = Verdict.UNKNOWN, ", ".join(one.key for one in keys if one.effect is not Effect.NONE)
         settle = _settle(keys, simulate)
-    elif verdict is Verdict.MAY_FIT:
-        decides, settle = _edge(case, unmodelled, broken, nvme)
+    elif certain:
+        verdict = Verdict.DOES_NOT_FIT
+    elif broken or fragments or edge:
+        verdict = Verdict.MAY_FIT
+        card = fragments or _WITHIN
+        decides, settle = edge if edge and ("cpu" in broken or not fragments) else (card, _ROOM)
+        decides += f", and {card}" if "cpu" in broken and "gpu" in broken else ""
+    else:
+        verdict = Verdict.FITS
     return {
         "verdict": verdict,
         "fits": verdict.fits,
@@ -151,39 +185,22 @@ def judged(
     }
 
 
-def _edge(case: Case, unmodelled: Iterable[Unmodelled], broken: tuple[str, ...], nvme: int) -> tuple[str, str]:
-    """Return what decides about a plan that may fit, and what would settle it."""
-    fragments = next((one.says for one in unmodelled if one.key == LIMIT), "")
+def _edge(case: Case, broken: tuple[str, ...], nvme: int) -> tuple[str, str] | None:
+    """Return what decides about a plan whose card has room, and what would settle it; None where only the card decides."""
     if "cpu" in broken:
         assumed = format_bytes(case.cluster.cpu_ram or 0, digits=0)
-        both = f", and {fragments or _WITHIN}" if "gpu" in broken else ""
-        return f"the host's memory, which is assumed to be {assumed} a node{both}", "give --cpu-ram"
-    if fragments:
-        return fragments, _ROOM
-    if "gpu" not in broken:
+        return f"the host's memory, which is assumed to be {assumed} a node", "give --cpu-ram"
+    if nvme and case.cluster.nvme is None and "gpu" not in broken:
         return f"a disk with {format_bytes(nvme, digits=0)} free a node, which was not named", "give --nvme"
-    return _WITHIN, _ROOM
+    return None
 
 
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
     unmodelled = tuple(unmodelled)
-    named = [one.key for one in unmodelled if not one.flag]
-    keys = [key for key in named if key not in (ACTIVATIONS, UNMEASURED, CURRICULUM_LEARNING, LAYER_DROP)]
+    keys = {one.key for one in unmodelled if not one.flag} - {ACTIVATIONS}
+    until = [words for key, words in _LATE_PEAKS.items() if key in keys]  # a few steps would be too few
     parts = [f"give {flag}" for flag in dict.fromkeys(one.flag for one in unmodelled) if flag]
     parts += [simulate] if simulate else []
-    if UNMEASURED in named:  # nor can verify measure the other keys
-        own = f", with {', '.join(keys)} or without {_them(keys)}" if keys else ""
-        parts.append(f"run a few steps of the program itself{own}, and read torch.cuda.max_memory_reserved")
-        keys = []
-    if CURRICULUM_LEARNING in named:  # verify's few steps would be the shortest
-        parts.append("train until the curriculum's longest step, and read torch.cuda.max_memory_reserved")
-    if LAYER_DROP in named:  # verify's few steps would keep all layers
-        parts.append("train until theta is low, and read torch.cuda.max_memory_reserved")
-    if keys:
-        parts.append(f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {_them(keys)} out")
+    parts += until or [_A_FEW_STEPS] if keys else []
     return "; ".join(parts)
-
-
-def _them(keys: list[str]) -> str:
-    return "it" if len(keys) == 1 else "them"

@@ -49,7 +49,7 @@ def reported(setup: Setup, request: Ask) -> Setup:
     for name, what in (("gpus", "GPUs a node"), ("nodes", "nodes")):
         theirs, ours = setup.value(name), getattr(machine, name)
         if theirs not in (None, ours) and (ours != 1 or name in request):
-            said.append(f"{ours} {what} by the flags, where {setup.key(name)} makes it {theirs}")
+            said.append(f"{ours} {what} by the flags, {theirs} by {setup.key(name)}")
     for name, value in request.values.items():
         option, theirs = OPTIONS[name], setup.value(name)
         if option.wins and theirs not in (None, (), value) and name not in (*_UNREPORTED, "gpus", "nodes"):

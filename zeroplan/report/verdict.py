@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.plan import MemoryPlan, Relief, Report, Verdict
 from zeroplan.core.sizes import GIB, MIB, TIB, format_bytes
-from zeroplan.core.unmodelled import Effect
+from zeroplan.core.unmodelled import UNMEASURED, Effect
 from zeroplan.engines.words import sharding_text
-from zeroplan.planner.fit import LIMIT
+from zeroplan.planner.fit import ACTIVATIONS, LIMIT
 
-#: Parts of the peak and knobs that a sentence names.
-_PARTS, _KNOBS = 3, 3
+#: Parts of the peak, knobs, and keys that the figures leave out, that a sentence names.
+_PARTS, _KNOBS, _KEYS = 3, 3, 3
 #: How the origin of an item begins that no formula gives.
 _NO_FORMULA = ("measured", "traced", "simulated")
 
@@ -60,10 +61,15 @@ def host_share(plan: MemoryPlan, cluster: Mapping[str, Any]) -> str:
 def unknown_text(plan: MemoryPlan) -> str:
     """Return why it is unknown whether a plan fits, and what would tell."""
     lacking = [one for one in plan.unmodelled if one.effect is not Effect.NONE and one.key != LIMIT]
-    if len(lacking) == 1 and lacking[0].flag:
-        return f"{lacking[0].says[0].upper()}{lacking[0].says[1:]}."
-    keys = ", ".join(one.key for one in lacking)
-    return (f"Not in the figures: {keys}. " if keys else "") + f"To settle it, {plan.settle}."
+    first = lacking[0] if lacking else None
+    if first is not None and len(lacking) == 1 and first.key != ACTIVATIONS:
+        if first.flag:
+            return f"{first.says[0].upper()}{first.says[1:]}."
+        key = "" if first.key == UNMEASURED else f" ({first.key})"
+        return f"What decides{key}: {first.says}. To settle it, {plan.settle}."
+    keys = [one.key for one in lacking]
+    shown = ", ".join(keys[:_KEYS]) + (f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else "")
+    return (f"Not in the figures: {shown}. " if keys else "") + f"To settle it, {plan.settle}."
 
 
 def _bound(plan: MemoryPlan) -> str:
@@ -129,9 +135,11 @@ def peak_sentence(plan: MemoryPlan) -> str:
     """Return what the peak is made of, or where that is not known the largest buffer; empty if there is neither."""
     gpu = plan.gpu
     if gpu.at_peak:
-        shown = [one for one in gpu.at_peak[:_PARTS] if 100 * one.bytes >= gpu.at_peak[0].bytes]  # less would show as 0
-        parts = sizes_text([(one.what, one.bytes) for one in shown])
-        return f"Peak, in the {gpu.peak_phase}: {parts}."
+        beside = [line for line in plan.lines if line.buffer == Buffer.ROLLOUT and gpu.peak_phase in line.phases]
+        parts = [*(("vLLM", line.bytes) for line in beside), *((one.what, one.bytes) for one in gpu.at_peak)]
+        parts = sorted(parts, key=lambda part: -part[1])[:_PARTS]
+        shown = [part for part in parts if 100 * part[1] >= parts[0][1]]  # less would show as 0
+        return f"Peak, in the {gpu.peak_phase}: {sizes_text(shown)}."
     return largest_item(plan)
 
 

@@ -77,7 +77,9 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         liger = facts.workload.technique(Liger)
         if liger is not None and "fused_loss" in liger.parts:
             raise BadInput(
-                "Liger's fused loss has a head of its own", where=self.where, remedy="leave out --chunked-head or --liger"
+                "its fused loss has a head of its own, beside the one in tiles",
+                where=LigerTechnique.where,
+                remedy="leave it out",
             )
 
     def available(self, engine: TakesTechniques, work: Workload) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.host_memory import physical_memory
 from zeroplan.core.plumbing.progress import watched, working
+from zeroplan.core.sizes import format_bytes
 from zeroplan.engines.base import Engine
 from zeroplan.engines.case import Case
 from zeroplan.planner.tapes import ExpandedTapes
@@ -29,6 +32,12 @@ def to_stderr(text: str, verb: str = "verify") -> None:
         working(text)
         return
     print(f"zeroplan {verb}: {text}", file=sys.stderr, flush=True)
+
+
+def _states(planned: Planned) -> int:
+    """Return the bytes of one rank's lasting parameters and optimizer states, wherever but on a disk."""
+    lines = (line for line in planned.plan.lines if line.place != "nvme")
+    return sum(line.bytes for line in lines if line.buffer.startswith(("param.master", "param.shard", "optim")))
 
 
 @dataclass(slots=True)
@@ -75,6 +84,9 @@ class Runs:
                 if self._skips(taken[0], plans[taken[0]]):
                     waiting.remove(taken[0])
                     continue
+            elif not one_by_one:
+                plans = {i: self._predict(i) for i in taken}
+                self._require_memory(plans.values())
             jobs = [self.jobs[i] for i in taken]
 
             def progress(place: int, doing: str, taken: Sequence[int] = taken) -> None:
@@ -100,6 +112,15 @@ class Runs:
                 if found.measurement.failure or found.measurement.out_of_memory:
                     break  # the jobs after it get ranks of their own
         return comparisons
+
+    def _require_memory(self, plans: Iterable[Planned]) -> None:
+        """Raise BadInput where a CPU's ranks would fill this machine's memory by the model's states alone."""
+        most, have = max(self.ranks * _states(one) for one in plans), physical_memory()
+        if have and most > have:
+            what = (
+                f"{self.ranks} ranks hold {format_bytes(most)} of the model's states, and there are {format_bytes(have)} here"
+            )
+            raise BadInput(what, where="verify", remedy="run it where the GPUs are, or give a smaller model, or none")
 
     def _within_torchrun(self) -> list[Comparison]:
         """This process is one of the ranks. Every rank gets every result."""

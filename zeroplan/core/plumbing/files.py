@@ -36,7 +36,7 @@ def fault(path: str, what: str, where: str = "", remedy: str = "") -> BadInput:
 def refused(path: str, error: Exception, where: str = "", remedy: str = "give the path of a file") -> BadInput:
     """The error to raise where the system does not give the file."""
     if isinstance(error, FileNotFoundError):
-        return fault(path, "no such file", where, remedy)
+        return fault(path, "does not exist" if where else "no such file", where, remedy)
     reason = getattr(error, "strerror", None) or str(error)
     return fault(path, f"cannot be read ({reason})", where, remedy)
 

@@ -11,10 +11,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
+from itertools import takewhile
 from typing import Any
-
-from zeroplan.core.errors import did_you_mean
 
 _HERE = os.path.dirname(__file__)
 
@@ -126,16 +126,11 @@ def entries() -> Iterator[Entry]:
 
 def near_names(name: str) -> str:
     """``"did you mean 'meta-llama/Llama-3.2-1B'?"``, or an empty string when nothing is near."""
-    known = ids()
-    wanted = name.strip()[:200]
-    near = did_you_mean(wanted, known)
-    if near:
-        return near
-    by_bare = {one.rpartition("/")[2].lower(): one for one in known}
-    near = did_you_mean(wanted.rpartition("/")[2], by_bare)
-    for bare, full in by_bare.items():
-        near = near.replace(f"'{bare}'", f"'{full}'")
-    return near
+    by_bare = {one.rpartition("/")[2].lower(): one for one in ids()}
+    words = name.strip()[:200].rpartition("/")[2].lower().split("-")
+    shape = "-".join(takewhile(lambda word: word not in _TUNING, words))  # the organisation and the tuning say nothing of it
+    near = get_close_matches(shape, by_bare, cutoff=0.75) or get_close_matches("-".join(words), by_bare)
+    return f"did you mean {' or '.join(repr(by_bare[one]) for one in near)}?" if near else ""
 
 
 def catalog_table() -> list[dict[str, Any]]:

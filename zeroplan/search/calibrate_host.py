@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -29,13 +30,16 @@ _BLOCKS = 4
 _CAST = 32 * MIB
 #: Seconds that the slowest process may take: it imports torch and transformers.
 _PATIENCE = 300.0
+#: Seconds of a forward, and of its backward.
+_Timed = Callable[[Callable[[], Any]], tuple[float, float]]
 
 
-def measure_host(ranks: int, device: str) -> dict[str, float]:
+def measure_host(ranks: int, device: str, passes: int = _PASSES) -> dict[str, float]:
     """Measure the host's rates with `ranks` processes at the same time, each bound to its GPU.
 
     Args:
         device: cuda, or cpu, where the time to issue kernels holds their computation too.
+        passes: of the small model, of which the middle one counts.
 
     Returns:
         ``launch_us``, ``autograd_us``, ``dispatch_us``, ``unit_hook_us`` and ``fresh_gbs`` of the slowest process: fields of
@@ -45,11 +49,11 @@ def measure_host(ranks: int, device: str) -> dict[str, float]:
         BadInput: a process that ends early or takes too long.
     """
     if ranks == 1:
-        return _combined([_measure(0, 1, device, lambda: None)])
+        return _combined([_measure(0, 1, device, lambda: None, passes)])
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(ranks)
     with tempfile.TemporaryDirectory() as folder:
-        started = [context.Process(target=_rank, args=(rank, ranks, device, folder, barrier)) for rank in range(ranks)]
+        started = [context.Process(target=_rank, args=(rank, ranks, device, folder, barrier, passes)) for rank in range(ranks)]
         for process in started:
             process.start()
         deadline = time.monotonic() + _PATIENCE
@@ -77,21 +81,22 @@ def _combined(found: list[dict[str, float]]) -> dict[str, float]:
     return {name: (min if name == "fresh_gbs" else max)(one[name] for one in found) for name in found[0]}
 
 
-def _rank(rank: int, ranks: int, device: str, folder: str, barrier: Barrier) -> None:
+def _rank(rank: int, ranks: int, device: str, folder: str, barrier: Barrier, passes: int) -> None:
     """Measure one process; all begin each part together."""
-    found = _measure(rank, ranks, device, lambda: barrier.wait(_PATIENCE))
+    found = _measure(rank, ranks, device, lambda: barrier.wait(_PATIENCE), passes)
     with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
         json.dump(found, file)
 
 
-def _measure(rank: int, ranks: int, device: str, meet: Callable[[], object]) -> dict[str, float]:
+def _measure(rank: int, ranks: int, device: str, meet: Callable[[], object], passes: int) -> dict[str, float]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // ranks))
     if device == "cuda":
         torch.cuda.set_device(rank)
-    found = _launch(torch, device, meet) | _distributed(torch, device, meet)
+    timed = partial(_timed, meet, passes)
+    found = _launch(torch, device, timed) | _distributed(torch, device, timed)
     values = torch.ones(_CAST, dtype=torch.float32)
     meet()
     cast = _median(lambda: values.to(torch.bfloat16))
@@ -120,11 +125,11 @@ def _llama(torch: Any, device: str) -> tuple[Any, dict[str, Any]]:
     return transformers.LlamaForCausalLM(config).to(device).bfloat16().train(), {"input_ids": tokens, "labels": tokens}
 
 
-def _passes(forward: Callable[[], Any], meet: Callable[[], object]) -> tuple[float, float]:
+def _timed(meet: Callable[[], object], passes: int, forward: Callable[[], Any]) -> tuple[float, float]:
     """Return the host's seconds of a forward and of a backward, each by itself."""
     times: list[tuple[float, float]] = []
     meet()
-    for _ in range(_PASSES + 1):  # the first warms up
+    for _ in range(passes + 1):  # the first warms up
         begin = time.perf_counter()
         loss = forward()
         between = time.perf_counter()
@@ -134,7 +139,7 @@ def _passes(forward: Callable[[], Any], meet: Callable[[], object]) -> tuple[flo
     return statistics.median(first), statistics.median(second)
 
 
-def _launch(torch: Any, device: str, meet: Callable[[], object]) -> dict[str, float]:
+def _launch(torch: Any, device: str, timed: _Timed) -> dict[str, float]:
     """Return the µs of host time a kernel of the forward and of the backward.
 
     Kernels are counted by the dispatcher as tapes count them: every operation that makes a new storage.
@@ -159,11 +164,11 @@ def _launch(torch: Any, device: str, meet: Callable[[], object]) -> dict[str, fl
         loss = forward()
     with Count() as second:
         loss.backward()
-    alone, behind = _passes(forward, meet)
+    alone, behind = timed(forward)
     return {"launch_us": alone / int(first.kernels) * 1e6, "autograd_us": behind / int(second.kernels) * 1e6}
 
 
-def _distributed(torch: Any, device: str, meet: Callable[[], object]) -> dict[str, float]:
+def _distributed(torch: Any, device: str, timed: _Timed) -> dict[str, float]:
     """Return the µs of host time an operation on DTensors, and of FSDP2 a parameter and pass, beside what they issue anyway.
 
     The other rank of both is one of torch's fake process group, whose collectives return at once.
@@ -180,14 +185,14 @@ def _distributed(torch: Any, device: str, meet: Callable[[], object]) -> dict[st
     def seconds(layout: ParallelLayout | None) -> float:
         model, batch = _llama(torch, device)
         if layout is None:
-            return sum(_passes(lambda: model(**batch).loss, meet))
+            return sum(timed(lambda: model(**batch).loss))
         mesh = mesh_on(torch.device(device), {"dp": layout.dp, "tp": layout.tp})
         if layout.tp > 1:
             parallelize(model, mesh["tp"], sequence=False)
         for module in (*find_blocks(model).values(), model):
             fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
         with passes_of(layout, None)(batch) as given:
-            return sum(_passes(lambda: model(**given).loss, meet))
+            return sum(timed(lambda: model(**given).loss))
 
     plain = seconds(None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

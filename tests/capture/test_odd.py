@@ -202,10 +202,7 @@ def test_processes_that_a_script_starts_are_a_world(tmp_path: Path) -> None:
     ],
     ids=["exit", "abort", "exec", "interrupt", "graph", "input", "syntax", "package", "sleep"],
 )
-def test_what_stops_a_script_is_named_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: int, says: str
-) -> None:
-    monkeypatch.setattr("zeroplan.capturing.child._LATE", 0.0)
+def test_what_stops_a_script_is_named_with_its_line(tmp_path: Path, code: str, line: int, says: str) -> None:
     captured, _ = capture(tmp_path, code, seconds=1.0 if "sleep" in code else 300.0)
     assert captured.stopped is not None
     assert (captured.stopped.line, says in captured.stopped.why) == (line, True), captured.stopped

@@ -176,8 +176,8 @@ class LlamaFactory(Program):
             return  # which is left out by its own name
         modules, beside = (tuple(run.texts(f"freeze_{one}_modules")) for one in ("trainable", "extra"))
         blocks = 2 if blocks is None else blocks
-        which = {"blocks": blocks, "modules": modules or ("all",), "beside": beside}
-        run.set("freeze_rule", FreezeRule("finetuning_type", parts, **which, half=True, skips_frozen=True), "finetuning_type")
+        rule = FreezeRule("finetuning_type", parts, (), blocks, modules or ("all",), beside, half=True, skips_frozen=True)
+        run.set("freeze_rule", rule, "finetuning_type")
 
     def _method(self, run: Builder) -> None:
         """Set what is trained, and the dtype in which the base weights are kept."""

@@ -38,6 +38,7 @@ CAMPAIGNS = {
     "media": ("videos and sound, frozen parts, averages under FSDP2", (MEDIA,)),
     "offloaded_checkpoints": ("checkpoints on the host by a function", (BESIDE_ADAPTERS,)),
     "frozen_blocks": ("blocks of a stack that are not frozen alike", (RESULTS / "frozen_blocks.jsonl",)),
+    "frozen_blocks_2": ("the same, once all blocks were traced", (RESULTS / "frozen_blocks_2.jsonl",)),
     "fused_adapters": ("axolotl's fused adapters", (RESULTS / "fused_adapters.jsonl",)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
     "classes3": ("classes of transformers, drawn a third time", (CLASSES,)),
@@ -114,7 +115,7 @@ def blind_sentence() -> str:
         f"""The table is of today's code, which has learnt from its misses. **Blind**: {allocated.runs} runs were predicted, and
 the predictions committed, before they were measured. Of those first predictions {allocated.right} were right to
 {RIGHT:.0%} in allocated memory and {reserved.right} in reserved; the worst was {-allocated.worst:.0%} too low
-(frozen blocks, whose plans are formulas alone since).""",
+(frozen blocks, all of which are traced since).""",
         120,
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +179,25 @@ def test_gradients_that_are_summed_in_fp32_are_more_beside_fp16_alone(tmp_path: 
     assert named(read(tmp_path, "--accumulate-allreduce-grads-in-fp32")) == set()
     path = script(tmp_path, f"{BASE.replace('--bf16', '--fp16')} --accumulate-allreduce-grads-in-fp32")
     assert named(read_setup(path)) == {"accumulate_allreduce_grads_in_fp32"}
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, False), (2, None)])
+def test_nvidias_fp8_example_needs_the_context_ranks_of_its_readme(tmp_path: Any, ranks: int, fits: bool | None) -> None:
+    """``train_llama3_8b_h100_fp8.sh`` sets CP_SIZE to 1; its README trains with 2 on eight H100s.
+
+    By hand, bytes: 8-bit weights and their transposes beside 16-bit embeddings, bf16 gradients, 12 bytes of each eighth of the
+    optimizer, what 32 layers keep of a token (29.5 a channel: norms 6, q, k, v and their product 6, the MLP's 14 and 3.5), and
+    logits in bf16 and fp32.
+    """
+    corpus = Path(__file__).parents[1] / "corpus" / "megatron-lm.jsonl"
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    (text,) = (row["script"] for row in rows if row["path"].endswith("llama/train_llama3_8b_h100_fp8.sh"))
+    path = tmp_path / "train.sh"
+    path.write_text(re.sub(r"\bCP_SIZE=1\b", f"CP_SIZE={ranks}", text))
+    plan = estimate_report(Ask(files=(str(path),), gpus=8, gpu="H100")).plans[0]
+    tokens, channels, words, params = 8192 // ranks, 4096, 128256, 8.03e9
+    by_hand = params * (2 + 2 + 12 / 8) + tokens * (29.5 * channels * 32 + 6 * words)
+    assert 1 < (plan.gpu.peak_allocated or 0) / by_hand < 1.11
+    assert plan.fits is fits
+    assert plan.gpu.usable is not None
+    assert (plan.gpu.at_most < plan.gpu.usable) == (ranks == 2)

@@ -45,6 +45,7 @@ GEMMA2 = {
     "model_type": "gemma2",
     "num_hidden_layers": 9,
     "sliding_window": 600,
+    "head_dim": 256,  # too wide for FlashAttention: a mask whose rows are no multiple of 8 is copied
     "hidden_activation": "gelu_pytorch_tanh",
 }
 T5: dict[str, Any] = {

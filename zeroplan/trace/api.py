@@ -33,6 +33,8 @@ from zeroplan.trace.tiled import MOST_TRACED
 
 #: Offsets of the traced sequence lengths from the begin of a range. They are no multiples of 128, so that padding shows.
 _STEPS = (192, 320, 448)
+#: Elements that rows of an attention mask are padded to.
+_MASK_ROW = 8
 _RANKS = (6, 10)
 _ANY = (1, 0)
 
@@ -303,12 +305,12 @@ class _Attempt:
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:
         """Return the indices of the thresholds at which the events change."""
-        rank = self._ranks[0]
-        return [
-            i
-            for i, at in enumerate(self._thresholds)
-            if at > 1 and _events(self._run(TracePoint(1, at - 1, rank))) != _events(self._run(TracePoint(1, at, rank)))
-        ]
+        found = []
+        for i, at in enumerate(self._thresholds):
+            below, above = _sides(at, self._thresholds)
+            if below and len(_distinct(self._run(TracePoint(1, seq, self._ranks[0])) for seq in (below, above))) > 1:
+                found.append(i)
+        return found
 
     def _pieces(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         ends = sorted({self._thresholds[i] for i in cuts})
@@ -457,6 +459,20 @@ def _events_of(tape: Tape, point: TracePoint) -> tuple[Counter[int], Counter[int
     return Counter(events.op), Counter(events.storage_bytes), events.activation_peak
 
 
+def _sides(at: int, thresholds: Sequence[int]) -> tuple[int, int]:
+    """Choose lengths on both sides of a threshold, with no other between: multiples of 8, or else neither, since some kernels
+    copy a mask whose rows are not, at any length.
+    """
+    least = max((one for one in thresholds if one < at), default=1)
+    most = min((one - 1 for one in thresholds if one > at), default=at + _MASK_ROW)
+    for whole in (True, False):
+        below = [seq for seq in range(least, at) if (seq % _MASK_ROW == 0) == whole]
+        above = [seq for seq in range(at, most + 1) if (seq % _MASK_ROW == 0) == whole]
+        if below and above:
+            return below[-1], above[0]
+    return at - 1, at
+
+
 def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:
     """Choose three sequence lengths within a range."""
     low, high = seqs
@@ -466,7 +482,7 @@ def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:
     if high - low >= _STEPS[2]:
         return low + _STEPS[0], low + _STEPS[1], low + _STEPS[2]
     step = max((high - low) // 3, 1)
-    return max(high - 2 * step, 1), max(high - step, 1), high
+    return max(high - 2 * step, low), max(high - step, low), high
 
 
 def _events(trace: Recording) -> tuple[list[int], list[int], list[int]]:

@@ -21,6 +21,8 @@ MORE_VRAM = 8 * GIB
 #: Of configurations whose predicted speeds differ by less, the simplest is named; predicted times are off by as much
 #: (docs/recommend_measured.md).
 EQUALLY_FAST = 0.03
+#: Where the slowest host that was calibrated makes a step so much longer than a fast one, answers say so.
+HOST_DECIDES = 1.1
 #: What gains less is not offered.
 NOTABLE = 1.02
 #: Speeds that differ by less are shown as equal: tables print three digits.

@@ -17,6 +17,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.planner.estimate import estimate_report, estimate_runs
 from zeroplan.planner.merge import left_out
+from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Op
 from zeroplan.tape.options import Arithmetic, TracedBase, TracedTechnique, TraceOptions
@@ -124,6 +125,17 @@ def test_axolotls_keys_and_its_default(more: str, parts: str | None, key: str, t
     assert setup.ask.values.get("fused_adapters") == parts
     named = [one.key for one in left_out(setup) if "kernel" in one.key]
     assert named == ([key] if key else [])
+
+
+def test_under_fsdp_2_and_at_stage_3_they_are_named_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "z.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    for more in ("deepspeed: z.json\n", "fsdp_version: 2\nfsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"):
+        (tmp_path / "a.yaml").write_text(RECIPE + more)
+        assert [one.key for one in left_out(read_setups([str(tmp_path / "a.yaml")], "axolotl"))] == ["lora_*_kernel"]
+    asked = Ask(model="meta-llama/Llama-3.2-1B", engine="deepspeed", gpus=2, lora_rank=8, fused_adapters="mlp,qkv,o")
+    with pytest.raises(BadInput, match="outside of their layers"):
+        resolve(asked.replace(stage=3))
+    assert {case.zero.stage for case in resolve(asked).cases} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

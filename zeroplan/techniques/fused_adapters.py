@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
@@ -90,6 +92,12 @@ class FusedAdaptersTechnique(Technique[FusedAdapters]):
         ):
             return Unmodelled(facts.key(FusedAdaptersTechnique.fused_adapters), Effect.LESS, _FEWER)
         return {"fused_adapters": value}
+
+    def require_sharding(self, value: FusedAdapters, engine: TakesTechniques, zero: ZeroConfig) -> None:
+        """Refuse DeepSpeed's stage 3, whose hooks gather nothing for what is read outside of its layer."""
+        if engine.name == "deepspeed" and zero.stage == 3:
+            what = "fused adapters read weights outside of their layers, where stage 3 has released them"
+            raise BadInput(what, where=self.where, remedy="use --stage 2, or set each of these keys to false")
 
     def left_out(self, value: FusedAdapters, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return what is counted as peft's own: further layers, or all where the tape is that of a model which runs so."""

@@ -26,6 +26,7 @@ from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 from zeroplan.techniques.cut_cross_entropy import CutCrossEntropy
 from zeroplan.techniques.dora import Dora
 from zeroplan.techniques.ema import AverageDevice, Ema
+from zeroplan.techniques.fused_adapters import FusedAdapters
 from zeroplan.techniques.label_smoothing import LabelSmoothing
 from zeroplan.techniques.liger import Liger
 from zeroplan.techniques.modules_to_save import ModulesToSave
@@ -65,6 +66,7 @@ RUNS: dict[str, tuple[Workload, Workload]] = {
     "optimizers of a ds_config": (PLAIN.but(optimizer="onebitadam"), PLAIN),
     "DoRA": (ADAPTED.with_techniques(Dora()), ADAPTED),
     "modules_to_save": (ADAPTED.with_techniques(ModulesToSave(("lm_head",))), ADAPTED),
+    "fused adapters": (ADAPTED.with_techniques(FusedAdapters()), ADAPTED),
     "Liger": (PLAIN.with_techniques(Liger()), PLAIN),
     "cut cross-entropy": (PLAIN.with_techniques(CutCrossEntropy()), PLAIN),
     "label smoothing": (PLAIN.with_techniques(LabelSmoothing(wide=False, share=0.2)), PLAIN),

@@ -33,7 +33,8 @@ def tape_of(*techniques: TracedTechnique, base: TracedBase | None = None, dropou
     options = TraceOptions(arithmetic=Arithmetic.HALF, lora=(), lora_dropout=dropout, base=base, techniques=techniques)
     point = api.TracePoint(B, S, RANK)
     config = {**small_llama(layers=LAYERS, vocab=1500), "intermediate_size": INNER}
-    return api.trace_at(config, "AutoModelForCausalLM", options, point).expand(B, S, RANK)
+    found: ExpandedTape = api.trace_at(config, "AutoModelForCausalLM", options, point).expand(B, S, RANK)
+    return found
 
 
 def count(tape: ExpandedTape, size: int, span: slice) -> int:

@@ -158,6 +158,14 @@ def test_what_cannot_be_asked_is_one_line(changed: dict[str, str | None], said: 
     assert said in str(refused.value)
 
 
+def test_where_nothing_fits_more_stages_than_blocks_are_left_out() -> None:
+    """More stages are looked at where nothing fits: of 64 ranks' all but those which 28 blocks cannot fill."""
+    asked = Ask(model="Qwen/Qwen2.5-7B", vram="4G", gpus=8, nodes=8, seq_len=2048, gradient_checkpointing=False)
+    found = search_layouts(asked, checkpointing=False)
+    assert found.best is None
+    assert found.too_large
+
+
 def test_options_of_the_other_search_are_refused(cli: Cli) -> None:
     code, _, fault = cli("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--layouts", "--goal", "memory")
     assert code == 2

@@ -139,7 +139,7 @@ class LayoutOrders:
         fixed = fixed_degrees(asked)
         if layout.pp > 1:
             if layout.vpp == 1 and "vpp" not in fixed:
-                yield from ({"vpp": chunks} for chunks in _powers(self.layouts.chunks)[1:])
+                yield from ({"vpp": chunks} for chunks in powers(self.layouts.chunks)[1:])
             return
         stages = (3, 2) if asked.stage is None and layout.stage == 3 else (layout.stage,)
         replicas = [layout.dp_replicate, *([] if "dp_replicate" in fixed else _replicas(layout))]
@@ -152,19 +152,19 @@ class LayoutOrders:
         """Yield the degrees that divide the model."""
         ranks = request.gpus * request.nodes
         staged = fixed.get("vpp", 1) > 1 or fixed.get("schedule", DEFAULT_SCHEDULE) != DEFAULT_SCHEDULE
-        tensors = [1] if self.experts else _powers(request.gpus)
+        tensors = [1] if self.experts else powers(request.gpus)
         if fixed.get("sp") or fixed.get("etp", 1) > 1:
-            tensors = [tp for tp in _powers(request.gpus) if tp > 1] or [1]
+            tensors = [tp for tp in powers(request.gpus) if tp > 1] or [1]
         for tp in _kept("tp", fixed, tensors):
-            stages = _powers(min(max(1, ranks // tp), self.most_stages))
+            stages = powers(min(max(1, ranks // tp), self.most_stages))
             if self.global_batch is not None and ranks % 3 == 0:  # data-parallel ranks that divide the batch leave the three
                 stages += [3 * pp for pp in stages if 3 * pp <= min(ranks // tp, self.most_stages)]
             if staged:
                 stages = [pp for pp in stages if pp > 1] or [1]
             for pp in _kept("pp", fixed, stages):
-                rings = [1] if self.experts else _powers(min(max(1, ranks // (tp * pp)), _MOST_RING))
+                rings = [1] if self.experts else powers(min(max(1, ranks // (tp * pp)), _MOST_RING))
                 rings = [cp for cp in rings if cp == 1 or (request.seq_len or 0) // cp >= _LEAST_TOKENS]
-                experts = _powers(min(max(1, ranks // pp), self.experts)) if self.experts else [1]
+                experts = powers(min(max(1, ranks // pp), self.experts)) if self.experts else [1]
                 for cp in _kept("cp", fixed, rings):
                     for ep in _kept("ep", fixed, experts):
                         yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
@@ -218,7 +218,8 @@ def _kept(name: str, fixed: dict[str, Any], others: list[int]) -> list[int]:
     return [fixed[name]] if name in fixed else others
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
     return [1 << power for power in range(most.bit_length())] if most else []
 
 

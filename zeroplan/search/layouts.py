@@ -51,6 +51,7 @@ from zeroplan.search.layout_orders import (
     fixed_degrees,
     flags_of,
     least_ranks,
+    powers,
     require_batch,
     sequences,
     without_degrees,
@@ -135,7 +136,7 @@ def smallest_cluster(
             warnings=(*more, *found.warnings),
         )
 
-    for gpus in _powers(search.gpus // 2) if search.assumed else ():
+    for gpus in powers(search.gpus // 2) if search.assumed else ():
         found = on(1, gpus)
         if found.chosen is not None:
             return whole(found)
@@ -171,10 +172,6 @@ def _between(nodes: int, unit: int = 1) -> range:
     """Return the numbers of nodes to try between the half of `nodes` and `nodes`. See Note [Smallest cluster]."""
     step = unit * max(1, nodes // unit // _STEPS)
     return range(nodes // 2 + step, nodes, step) if nodes > unit else range(0)
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length())] if most else []
 
 
 class _Search:
@@ -266,7 +263,11 @@ class _Search:
             return LayoutAnswer(None, (), fixed=flags_of(fixed_degrees(asked)))
         kept, floors = [], []
         for possible in self._possible(asked):
-            floor = self._floors.of(possible)
+            try:
+                floor = self._floors.of(possible)
+            except BadInput as error:  # more stages than blocks
+                self._untimed = self._untimed or error
+                continue
             if floor > self._usable:
                 floors.append(floor)
             else:

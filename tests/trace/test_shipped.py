@@ -179,14 +179,20 @@ def test_shipped_tapes_stay_within_25_mb() -> None:
     assert sum(map(os.path.getsize, files)) <= 25 << 20
 
 
-@pytest.mark.parametrize("base", [None, TracedBase(Products.NESTED)])
-def test_adapters_under_ddp_have_shipped_tapes(base: TracedBase | None) -> None:
-    """Over 16-bit weights, and over a 4-bit base: without torch both were unknown for every catalog model."""
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        ("Qwen/Qwen3-8B", None),
+        *((model, TracedBase(Products.NESTED)) for model in ("Qwen/Qwen3-8B", "google/gemma-2-9b", "microsoft/phi-2")),
+    ],
+)
+def test_adapters_under_ddp_have_shipped_tapes(model: str, base: TracedBase | None) -> None:
+    """Over 16-bit weights, and over a 4-bit base; at any length, within a window and beyond."""
     by = Arithmetic.HALF_AUTOCAST if base is None else Arithmetic.AUTOCAST
     options = TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, arithmetic=by, lora=(), base=base)
-    tape = shipped.find(load_model("Qwen/Qwen3-8B"), options)
+    tape = shipped.find(load_model(model), options)
     assert tape is not None
-    assert tape.expand(1, 512, 16).params
+    assert len({tape.expand(1, seq, 16).activation_peak for seq in (512, 4095, 4096, 8192)}) == 4
 
 
 def test_tapes_of_a_quantised_base_name_its_layers() -> None:

@@ -43,8 +43,8 @@ def build(case: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if rank:
         lora = LoraConfig(r=rank, lora_alpha=32, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
-        model.enable_input_require_grads()
     if case.get("checkpointing"):
+        model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     return model.train(), where

@@ -179,7 +179,8 @@ def test_no_form_makes_up_a_learning_rate(cli: Cli, tmp_path: Path) -> None:
                 assert '"lr": "auto"' in text or '"lr"' not in text
                 assert '"learning_rate"' not in text
                 assert "lr=0" not in text
-            assert any("no learning rate is written" in note for note in started.files["notes"])
+            said = (*started.files["notes"], *started.files["program_must"])
+            assert any("no learning rate is written" in one or one.startswith("set optimizer.params.lr") for one in said)
 
 
 def test_the_folder_may_be_named_alone_and_slurm_finds_it(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_text_names_the_choice_its_reasons_and_how_to_start(cli: Cli, tmp_path: 
     assert out.startswith("Unknown: nothing is known to fit; best may be DeepSpeed ZeRO-")
     assert "\nWhy ZeRO-" in out
     assert f"deepspeed --num_gpus 2 train.py \\\n    --deepspeed_config {tmp_path / 'ds.json'}" in out
-    assert "no learning rate is written" in out
+    assert "- set optimizer.params.lr: without it the default of the optimizer holds" in " ".join(out.split())
     assert "128 GiB host (124.0 GiB usable, assumed: --cpu-ram)" in " ".join(out.split())
 
 

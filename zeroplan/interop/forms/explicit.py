@@ -17,6 +17,7 @@ from zeroplan.interop.forms.program import (
     must_bring_optimizer,
     must_checkpoint,
     must_compile,
+    must_learn,
     must_load,
     training_notes,
 )
@@ -115,8 +116,9 @@ def _explicit(one: Configuration) -> FormFiles:
             *must_checkpoint(one),
             *must_compile(one),
             *must_bring_optimizer(one),
+            *must_learn(one),
         ),
-        notes=training_notes(one, "optimizer.params.lr", one.carried),
+        notes=training_notes(one, one.carried),
     )
 
 
@@ -133,8 +135,9 @@ def _accelerate(one: Configuration) -> FormFiles:
             *must_adapt(one),
             *must_checkpoint(one),
             *(must_bring_optimizer(one) or ("hand accelerate a DummyOptim: the ds_config names the optimizer",)),
+            *must_learn(one),
         ),
-        notes=training_notes(one, "optimizer.params.lr", one.carried),
+        notes=training_notes(one, one.carried),
     )
 
 

@@ -13,6 +13,7 @@ from zeroplan.interop.forms.program import (
     must_adapt,
     must_bring_optimizer,
     must_checkpoint,
+    must_learn,
     must_load,
     training_notes,
 )
@@ -93,8 +94,9 @@ def _lightning(one: Configuration) -> FormFiles:
             *must_adapt(one),
             *must_checkpoint(one),
             *must_bring_optimizer(one),
+            *must_learn(one),
         ),
-        notes=training_notes(one, "optimizer.params.lr", one.carried),
+        notes=training_notes(one, one.carried),
     )
 
 

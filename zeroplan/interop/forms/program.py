@@ -17,6 +17,9 @@ CHECKPOINTING = {"use_reentrant": False}
 ADAPTERS = "adapter_config.json"
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
 
+#: Where a ds_config has the learning rate.
+_RATE = "optimizer.params.lr"
+
 
 def attention(workload: Workload) -> str:
     """Return the name of the attention implementation in transformers."""
@@ -50,18 +53,24 @@ def asked_for(one: Configuration, *, model: bool = True) -> dict[str, Any]:
     return found
 
 
-def training_notes(one: Configuration, where: str, taken: Iterable[str] = ()) -> tuple[str, ...]:
+def training_notes(one: Configuration, taken: Iterable[str] = (), *, where: str = _RATE) -> tuple[str, ...]:
     """Return the notes on what moves training and no plan holds: `taken` are the values of the run in use that the files hold,
-    and `where` the place of a learning rate, which no form makes up.
+    and `where` the place of a learning rate, which no form makes up: a note where :func:`must_learn` says nothing.
     """
     held = {*taken, *(ADAPTER_VALUES if one.workload.lora_rank is not None else ())}
     scheduled = one.ds_config is not None and "scheduler" in one.ds_config
     said = one.training.left_out(held, scheduled=scheduled)
     if one.training.file and one.workload.lora_rank is not None and "lora_alpha" not in one.training.values:
         said = (*said, f"{one.training.file} says no lora_alpha: peft's default of 8 holds, your program's may be another")
-    if "learning_rate" in held:
+    if "learning_rate" in held or (where == _RATE and must_learn(one)):
         return said
     return (*said, f"no learning rate is written, so the program's default holds: set yours by {where}")
+
+
+def must_learn(one: Configuration) -> tuple[str, ...]:
+    """Return that a ds_config which makes a program's optimizer has no learning rate yet."""
+    made = "optimizer" in one.explicit and "learning_rate" not in one.carried and not one.new_script
+    return (f"set {_RATE}: without it the default of the optimizer holds, 0.001 of Adam",) if made else ()
 
 
 def folder_of(one: Configuration) -> str:

@@ -154,7 +154,7 @@ _ACCELERATE_DIFFERS = (
 
 def _script_alone(one: Configuration) -> FormFiles:
     """Return the adapters' files alone: the script holds the batch's split."""
-    notes = training_notes(one, "the optimizer's lr in the script", taken_by_script(one))
+    notes = training_notes(one, taken_by_script(one), where="the optimizer's lr in the script")
     return FormFiles(adapter_files(one), notes=notes)
 
 
@@ -177,7 +177,7 @@ def _fsdp2_by_accelerate(one: Configuration) -> FormFiles:
         ),
         notes=(
             _ACCELERATE_DIFFERS,
-            *training_notes(one, "the program's optimizer", taken_by_script(one) if one.new_script else ()),
+            *training_notes(one, taken_by_script(one) if one.new_script else (), where="the program's optimizer"),
         ),
     )
 

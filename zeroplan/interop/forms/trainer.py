@@ -194,7 +194,9 @@ def _files(
         notes=(
             *notes,
             *_other_arguments(one),
-            *training_notes(one, f"learning_rate in {path}" if one.new_script else "--learning_rate", one.training.values),
+            *training_notes(
+                one, one.training.values, where=f"learning_rate in {path}" if one.new_script else "--learning_rate"
+            ),
         ),
     )
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 #: Python's own answer to SIGINT, which a process of a shell in the background ignores.
-_HEEDS = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+_HEEDS = "import os, signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
 #: What a script finds out about the machine, and how it leaves.
 MACHINE = f"""
 import os, signal, subprocess, torch

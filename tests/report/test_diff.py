@@ -42,6 +42,14 @@ def test_lines_and_figures_move_by_what_the_plans_say(answers: dict[str, Path], 
     assert cli("diff", str(answers["a"]), str(answers["batch"]), "--quiet")[1].count("\n") == 1
 
 
+def test_sizes_among_the_options_are_read_as_sizes(cli: Cli, tmp_path: Path) -> None:
+    for vram in ("24G", "32G"):
+        (tmp_path / f"{vram}.json").write_text(
+            cli("estimate", "gpt2", "--vram", vram, "--depth", "formula", "--stage", "1", "--json")[1]
+        )
+    assert "vram 24.00 GiB → 32.00 GiB" in cli("diff", str(tmp_path / "24G.json"), str(tmp_path / "32G.json"))[1]
+
+
 def test_another_stage_is_named_and_copies_that_follow_each_other_add_up_in_their_phase(answers: dict[str, Path]) -> None:
     found = diff_answers(str(answers["a"]), str(answers["stage"]))
     assert [(one.name, one.a, one.b) for one in found.options] == [("plan.stage", 2, 3)]

@@ -32,6 +32,7 @@ def _job(path: str) -> Job:
 
 def main() -> None:
     """Run the job."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the script runs: Ctrl-C reaches the command as well, which ends by it
     job = _job(sys.argv[1])
     landlock.forbid_writes(os.path.realpath(job.folder))
     os.environ.update(guards.ENVIRONMENT)
@@ -113,6 +114,7 @@ class Session:
         install(capture)
         if self.job.launcher == "accelerate":
             self._by_accelerate()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         name = self.job.target
         sys.path.insert(0, os.getcwd() if self.job.module else os.path.dirname(os.path.abspath(name)))
         sys.argv = [name, *self.job.arguments]

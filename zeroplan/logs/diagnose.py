@@ -353,7 +353,7 @@ def _stuck(log: Log) -> Diagnosis | None:
     stuck = log.of(LogEventKind.STUCK)
     if stuck:
         ranks = sorted({event.rank for event in stuck if event.rank is not None})
-        who = f" (ranks {', '.join(map(str, ranks[:8]))} waited)" if ranks else ""
+        who = f" ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))} waited)" if ranks else ""
         verdict = f"Ranks waited for another one until a collective's time limit{who}: look at the rank that did not come."
         advice = (
             Advice(

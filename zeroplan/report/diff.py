@@ -12,7 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.plumbing.documents import Limits, parse_json, text_of
 from zeroplan.core.plumbing.files import read_bytes
-from zeroplan.core.sizes import format_gib
+from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 
@@ -20,6 +20,7 @@ from zeroplan.report.terminal import PLAIN, Terminal
 _ANSWER = Limits(size=64 << 20, depth=64, nodes=4_000_000)
 #: What follows from other options.
 _DERIVED = ("cluster.usable_vram", "cluster.usable_cpu_ram", "cluster.ranks")
+_SIZES = ("cluster.vram", "cluster.cpu_ram", "cluster.nvme")
 _PLAN = ("engine", "engine_version", "stage", "offload_optimizer", "offload_param", "depth")
 _ROW = ("micro_batch", "grad_accum", "gradient_checkpointing", "compile", "alloc_conf")
 
@@ -118,7 +119,7 @@ def printed_plans(data: Any, path: str) -> list[PrintedPlan]:
     """
     try:
         shared = dict(_flat({name: data[name] for name in ("model", "workload", "cluster")}))
-        shared["zeroplan.zeroplan_version"] = data.get("zeroplan", {}).get("version")
+        shared["plan.zeroplan"] = data.get("zeroplan", {}).get("version")
         rows = data["plans"] if "plans" in data else [{**data["ranking"][0]["plan"], "row": data["ranking"][0]}]
         found = [_printed(dict(row), shared) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ValidationError):
@@ -206,7 +207,8 @@ def _verdict(found: PlanDiff) -> str:
 
 def _option(one: Moved) -> str:
     """Name what differs: a key of a file as it stands there, an option in words."""
-    a, b = ("none" if value is None else value for value in (one.a, one.b))
+    sizes = one.name in _SIZES
+    a, b = ("none" if value is None else format_bytes(value) if sizes else value for value in (one.a, one.b))
     named = one.name.partition(".")[0] in ("model", "workload", "cluster", "plan")
     return f"{one.name.rpartition('.')[2].replace('_', ' ') if named else one.name} {a} → {b}"
 

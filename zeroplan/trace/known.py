@@ -10,10 +10,11 @@ Note [Known values]
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _aten = torch.ops.aten
@@ -51,7 +52,7 @@ class KnownValues:
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on its arguments' values; None where one has none, or they are too many."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
         values = [self.of(tensor) for tensor in tensors]
         if any(value is None or _large(value) for value in values) or func.namespace != "aten":
             self._forget(func, args)
@@ -85,7 +86,7 @@ class KnownValues:
         """Note the values that an operator's result has."""
         if made is None:
             return
-        for tensor, value in zip(tree_leaves(out), tree_leaves(made), strict=False):
+        for tensor, value in zip(_leaves((out,)), _leaves((made,)), strict=False):
             if not isinstance(tensor, torch.Tensor) or not isinstance(value, torch.Tensor) or tensor.device.type != "meta":
                 continue
             if not _large(value) and tensor.shape == value.shape:
@@ -108,6 +109,15 @@ class KnownValues:
                     del self._values[tensor]
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield an operator's arguments or results, those in lists one by one."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
 def _large(value: torch.Tensor) -> bool:
     if value.is_floating_point() or value.is_complex():
         return value.numel() > _MOST[False]
@@ -116,7 +126,7 @@ def _large(value: torch.Tensor) -> bool:
 
 def _small_factory(args: Any, kwargs: Any) -> bool:
     """Return whether an operator without tensors makes few elements: a range, or what a shape in its arguments gives."""
-    numbers = [leaf for leaf in tree_leaves(args) if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+    numbers = [leaf for leaf in _leaves(args) if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
     product = 1
     for number in filter(math.isfinite, numbers):
         product *= max(1, abs(int(number)))

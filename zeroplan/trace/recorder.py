@@ -265,7 +265,8 @@ class StorageRecorder(TorchDispatchMode):
         before, after = kernels.BEFORE.get(func), kernels.AFTER.get(func)
         held = self._take(before(args, kwargs)) if before is not None else []
         out = self._result(func, args, kwargs, made)
-        self._follow_outputs(func, args, out, heir)
+        with torch._C.DisableTorchFunction():  # else the trace's own mode is asked for each attribute that is read there
+            self._follow_outputs(func, args, out, heir)
         if after is not None:
             self._give_back(self._take(after(args, kwargs, out)))
         self._give_back(held)

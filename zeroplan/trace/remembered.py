@@ -30,7 +30,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func(*args, **kwargs)`` returns."""
-    key = _key(func, args, kwargs)
+    with torch._C.DisableTorchFunction():  # else the trace's own mode is asked for each attribute that is read here
+        key = _key(func, args, kwargs)
     if key is None:
         return func(*args, **kwargs)
     if key in _seen:

@@ -40,13 +40,6 @@ def test_wide_shows_all_columns(cli: Cli) -> None:
     assert "DeepSpeed says" in wide
 
 
-def test_quiet_prints_the_verdict_alone(cli: Cli) -> None:
-    out = cli("estimate", LLAMA, "--stage", "2", "--vram", "80", "--quiet", "--peak")[1]
-    assert out.startswith("Fits: ZeRO-2, ")
-    assert out.endswith(" % spare.\n")
-    assert out.count("\n") <= 2
-
-
 def test_the_next_command_asks_the_same(cli: Cli) -> None:
     words = (LLAMA, "--gpu", "4xA100", "--seq-len", "1k", "--lora-rank", "8", "--lora-targets", "q_proj,v_proj")
     out = cli("estimate", *words, "--stage", "2", "--depth", "formula")[1]

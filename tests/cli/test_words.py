@@ -17,12 +17,9 @@ Cli = Callable[..., tuple[int, str, str]]
 
 #: Words → text that the one line must hold.
 CASES: list[tuple[list[str], str]] = [
-    (["estimate", LLAMA, "--gpuz", "8"], "--gpuz"),
     (["estimate", LLAMA, "--gpus", "3.5"], "--gpus"),
     (["estimate", LLAMA, "--gpus"], "--gpus"),
     (["estimate", LLAMA, "one", "two"], "unexpected"),
-    (["estimat", LLAMA], "estimat"),
-    (["check"], "FILE"),
     (["check", "ds.json", "--gpus", "0"], "--gpus"),
     (["estimate", LLAMA, "--stage", "2", "--check"], "--vram"),
     (["estimate", LLAMA, "--stage", "2", "--timeline", "picture.png"], ".svg"),

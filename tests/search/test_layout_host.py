@@ -11,6 +11,7 @@ from zeroplan.core.rates import rates_of
 from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.engines.traffic import Hooks
 from zeroplan.planner.resolve import resolve
+from zeroplan.report.layouts import host_text
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_host import (
@@ -24,6 +25,7 @@ from zeroplan.search.layout_host import (
     with_ring,
 )
 from zeroplan.search.layout_time import LayoutCost
+from zeroplan.search.policy import HOST_DECIDES
 
 SMALL = Ask(model="meta-llama/Llama-3.2-1B", gpus=2, gpu="H100", seq_len=1024, micro_batch=1, engine="fsdp2", stage=3)
 
@@ -101,6 +103,25 @@ def test_a_small_models_tensor_parallelism_waits_for_the_host() -> None:
         case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3, "dispatch_us": 1.0}, "test"), Fsdp2()
     ).time()
     assert slow.compute > 2 * fast.compute
+
+
+def test_a_slow_host_makes_longer_what_waits_for_it_and_nothing_that_was_measured() -> None:
+    """Answers name the slowest host's time by :func:`zeroplan.report.layouts.host_text` where it decides, and only there."""
+    seconds = []
+    for asked in (SMALL.replace(tp=2), SMALL.replace(model="meta-llama/Llama-3.1-8B", seq_len=32768, tp=2)):
+        resolved = resolve(asked)
+        rates = rates_of(resolved.cluster.gpu)
+        costs = (
+            LayoutCost(resolved.cases[0], rank_counts(resolved, {}), one, Fsdp2()) for one in (rates, rates.on_slow_host())
+        )
+        seconds.append([cost.time().total for cost in costs])
+    (small, slow), (large, no_slower) = seconds
+    assert slow > HOST_DECIDES * small
+    assert no_slower == pytest.approx(large)
+    assert f"a step takes {slow:.2f} s" in host_text(small, slow)
+    assert host_text(large, no_slower) == ""
+    measured = rates.with_profile({"launch_us": 30.0}, "test").on_slow_host()
+    assert (measured.launch_us, measured.dispatch_us > rates.dispatch_us) == (30.0, True)
 
 
 def test_a_slow_launch_slows_no_dispatch_that_was_measured_by_itself() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import MEMORY_PER_BYTE, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.rank_traffic import RankTraffic
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import fraction
@@ -63,20 +63,6 @@ def reduce_gradients(c: TorchFacts) -> int:
     Source: _fsdp_collectives.py, foreach_reduce; torch/csrc/distributed/c10d/reducer.cpp
     """
     return fraction(c.reduce_bytes * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks * c.micro_batches)
-
-
-@_lines.add(Resource.HBM, Phase.FORWARD)
-def contention_forward(c: TorchFacts) -> int:
-    """What gathers take from the kernels that they run beside."""
-    return fraction(MEMORY_PER_BYTE * c.param_bytes * c.params, c.steps_before, c.ranks) if c.sharded else 0
-
-
-@_lines.add(Resource.HBM, Phase.BACKWARD)
-def contention_backward(c: TorchFacts) -> int:
-    """What gathers and, once a step, the reduction take from the kernels that they run beside."""
-    gathered = c.param_bytes * c.params * c.micro_batches if c.resharded else 0
-    reduced = c.reduce_bytes * c.trainable * (1 if c.sharded else 2)
-    return fraction(MEMORY_PER_BYTE * (gathered + reduced), c.steps_before, c.ranks * c.micro_batches)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)

@@ -13,7 +13,7 @@ from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import fit_text, of_usable, unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
 from zeroplan.search.layout_orders import recomputed
-from zeroplan.search.policy import EQUALLY_FAST, NOTABLE
+from zeroplan.search.policy import EQUALLY_FAST, HOST_DECIDES, NOTABLE
 
 if TYPE_CHECKING:
     from zeroplan.search.layout_answer import LaidOut, LayoutAnswer
@@ -38,7 +38,12 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
     if chosen is not None:
         lines.append("")
         lines += terminal.wrap(_speed(chosen))
-        for sentence in (_links(chosen), _otherwise(chosen), _plainest(answer)):
+        for sentence in (
+            host_text(chosen.step_seconds, chosen.slow_host_seconds),
+            _links(chosen),
+            _otherwise(chosen),
+            _plainest(answer),
+        ):
             lines += terminal.wrap(sentence) if sentence else []
         lines += terminal.wrap(_why(answer))
         lines += terminal.command("Next: ", next_command) if next_command else []
@@ -149,6 +154,14 @@ def _speed(one: LaidOut) -> str:
     spent = ", ".join(f"{share:.0%} {what}" for share, what in parts if share >= 0.01).replace("%", " %")
     speed = f"{time.tokens_per_second:,.0f} tokens/s, {time.total:.2f} s a step, MFU {100 * time.utilization:.0f} %"
     return f"Modelled: {speed}: {spent}."
+
+
+def host_text(seconds: float, slow: float) -> str:
+    """Say how long a step of so many seconds takes on a slow host, where that decides."""
+    if slow < HOST_DECIDES * seconds:
+        return ""
+    text = f"On a slow host, which issues kernels later than the GPU runs them, a step takes {slow:.2f} s"
+    return f"{text}: zeroplan doctor --calibrate measures this one."
 
 
 #: Groups of ranks, in words.

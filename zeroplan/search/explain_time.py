@@ -13,7 +13,7 @@ from zeroplan.ledger.traffic import WorkItem
 from zeroplan.planner.estimate import allocator_config
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
-from zeroplan.search.cost import CostModel, StepTime, compose
+from zeroplan.search.cost import CostModel, StepTime
 from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import name_of
@@ -59,7 +59,7 @@ def explain_time(request: Ask) -> list[TimeExplanation]:
         counts, plan = memory.counts(candidate), memory.plan(candidate)
         items = cost.items(case.workload, case.zero, counts, plan=plan, derive=True)
         facts = cost.facts(case.workload, case.zero, counts)
-        time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.layout)
+        time = cost.composed(items, case.workload, case.zero)
         lines = tuple(_derivation(item, facts, rates) for item in items)
         found.append(
             TimeExplanation(

@@ -25,6 +25,7 @@ class LaidOut:
         compared: tokens a second by which layouts are compared, of steps of as many sequences (Note [Order of layouts]).
         links: what its groups of ranks send over.
         simpler: of a variant, the time of the same degrees run plainly: 1F1B with one chunk a rank, ZeRO-3 over all ranks.
+        slow_host_seconds: of a step, on the slowest host that was calibrated.
     """
 
     request: Ask
@@ -32,8 +33,9 @@ class LaidOut:
     plan: MemoryPlan
     time: LayoutTime
     compared: float
-    links: tuple[Link, ...] = ()
-    simpler: LayoutTime | None = None
+    links: tuple[Link, ...]
+    simpler: LayoutTime | None
+    slow_host_seconds: float
 
     def __repr__(self) -> str:
         return f"<LaidOut {self.flags}: {self.tokens_per_second:,.0f} tokens/s>"
@@ -83,6 +85,7 @@ class LaidOut:
             "fits": self.plan.fits,
             "modelled": {
                 "step_seconds": self.time.total,
+                "slow_host_seconds": self.slow_host_seconds,
                 "tokens_per_second": self.time.tokens_per_second,
                 "compared_tokens_per_second": self.compared,
                 "mfu": self.time.utilization,

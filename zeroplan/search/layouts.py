@@ -28,6 +28,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.core.plumbing.progress import working
+from zeroplan.core.rates import Rates
 from zeroplan.core.unmodelled import may_add
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import find_engine
@@ -386,7 +387,7 @@ class _Search:
 
     def _timed(self, request: Ask, resolved: Resolved) -> _Timed | None:
         """Return a layout with its time; None where its schedule has too few micro batches, or a stage no block."""
-        cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine)
+        cost = self._cost(resolved, self._rates)
         try:
             more = request.pp > 1 and self._batch is None and "grad_accum" not in self._request
             time = cost.time()
@@ -394,6 +395,9 @@ class _Search:
         except BadInput as error:
             self._untimed = self._untimed or error
             return None
+
+    def _cost(self, resolved: Resolved, rates: Rates) -> LayoutCost:
+        return LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), rates, resolved.engine)
 
     def _can_be(self, request: Ask) -> bool:
         """Return whether some layout is possible at all, however large; where nothing is fixed, one is.
@@ -446,7 +450,8 @@ class _Search:
         """Plan one layout, of a pipeline so many stages at most."""
         plan = self._plan_of(one.resolved, warnings, most_stages=most_stages)
         plain = None if one.plain is None else one.plain.time
-        return LaidOut(one.request, one.resolved.cases[0].layout, plan, one.time, one.worth, one.links, plain)
+        slow = self._cost(one.resolved, self._rates.on_slow_host()).time().total
+        return LaidOut(one.request, one.resolved.cases[0].layout, plan, one.time, one.worth, one.links, plain, slow)
 
     def _plan_of(
         self, resolved: Resolved, warnings: list[str], *, most_stages: int | None = None, to_first_doubt: bool = True

@@ -18,7 +18,7 @@ from zeroplan.planner.relief import keeps_logits
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.policy import EQUAL, EQUALLY_FAST, MORE_VRAM, NOTABLE, TRIES, WHAT_IF
+from zeroplan.search.policy import EQUAL, EQUALLY_FAST, HOST_DECIDES, MORE_VRAM, NOTABLE, TRIES, WHAT_IF
 from zeroplan.search.recommend import Ranked, SearchOutcome, headroom, plainest, planned, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
@@ -56,7 +56,14 @@ def name_of(engine: str, zero: ZeroConfig, workload: Workload | None = None) -> 
 
 
 #: How sentences begin that bear on which one to take, the most important first.
-CHOICES = ("at most", "as fast without offload", "the roomiest as fast", "head and loss in tiles", "the plainest as fast")
+CHOICES = (
+    "at most",
+    "as fast without offload",
+    "the roomiest as fast",
+    "head and loss in tiles",
+    "on a slow host",
+    "the plainest as fast",
+)
 
 
 def choice(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
@@ -69,6 +76,10 @@ def choice(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory
         left = None if roomy is None else headroom(roomy.plan)
         if roomy is not None and left is not None and left - spare >= _LITTLE:
             said.append(f"the roomiest as fast is {_named(roomy)}: it leaves {100 * left:.0f} %, and {_loss(roomy, best)}")
+    slow = best.time.slow_host_seconds
+    if slow is not None and slow > HOST_DECIDES * best.time.total:
+        speed = best.time.tokens_per_second * best.time.total / slow
+        said.append(f"on a slow host it is {speed:,.0f} tokens/s: zeroplan doctor --calibrate measures this one's")
     simple = plainest(ranking)
     if simple is not best:
         spares = best.candidate.zero.offload_optimizer and not simple.candidate.zero.offload_optimizer

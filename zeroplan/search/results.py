@@ -87,6 +87,7 @@ class Recommendation(Printable):
                 "forward": self.time.forward,
                 "backward": self.time.backward,
                 "step": self.time.step,
+                "slow_host_seconds": self.time.slow_host_seconds,
                 "bound": self.time.bound.value,
                 "lanes": {one.value: seconds for one, seconds in self.time.busy.items() if seconds},
             },

@@ -149,6 +149,10 @@ class _Clocks:
             after: when what it needs is there.
             beside: the seconds of kernels that run at the same time.
         """
-        slower = min(seconds * _SLOWER, beside * _SLOWER / (1 + _SLOWER))
-        self.links = max(self.links, self.host, after) + seconds + slower
+        self.links = max(self.links, self.host, after) + seconds_beside(seconds, beside)
         return self.links
+
+
+def seconds_beside(collective: float, kernels: float) -> float:
+    """Return the seconds of a collective that takes so many alone, while kernels of so many run."""
+    return collective + min(collective * _SLOWER, kernels * _SLOWER / (1 + _SLOWER))

@@ -10,7 +10,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.traffic_facts import Sizes, TrafficFacts
 from zeroplan.engines.traffic import Traffic
@@ -88,25 +88,6 @@ def reduce_last_buckets(c: TrafficFacts) -> int:
 def reduce_at_step(c: TrafficFacts) -> int:
     """Gradients all-reduced once all micro batches are done (stages 0 and 1)."""
     return fraction(2 * c.comm_bytes * c.reduced_at_step, c.steps_before, c.ranks) if c.ranks > 1 else 0
-
-
-@_lines.add(Resource.HBM, Phase.FORWARD)
-def contention_forward(c: TrafficFacts) -> int:
-    """What collectives take from the kernels that they run beside."""
-    if not c.overlaps or c.stage < 3 or c.ranks == 1:
-        return 0
-    return fraction(MEMORY_PER_BYTE * c.param_bytes * c.gathered, c.steps_before, c.ranks)
-
-
-@_lines.add(Resource.HBM, Phase.BACKWARD)
-def contention_backward(c: TrafficFacts) -> int:
-    """What gathers and reductions take from the kernels of the backward that they run beside."""
-    if not c.overlaps or c.ranks == 1:
-        return 0
-    reduced = c.comm_bytes * (c.reduced - c.reduced_last)
-    if c.stage == 3:
-        return fraction(MEMORY_PER_BYTE * (c.param_bytes * c.gathered + reduced), c.steps_before, c.ranks)
-    return fraction(MEMORY_PER_BYTE_REDUCED * 2 * reduced, c.steps_before, c.ranks)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD, Phase.BACKWARD)

@@ -22,7 +22,7 @@ from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_options import RuntimeOptions
-from zeroplan.engines.compute_traffic import MEMORY_PER_BYTE, ComputeFacts
+from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.runtime.layouts import layout_of
 from zeroplan.engines.runtime.rank import RuntimeRank
 from zeroplan.engines.traffic import Traffic
@@ -193,21 +193,6 @@ def exchange_momentum(c: RuntimeFacts) -> int:
 def compress_momentum(c: RuntimeFacts) -> int:
     """The passes beside that exchange: momentum and error are read and written, the gradient is read."""
     return c.exchanged * (16 + c.grad_bytes)
-
-
-@_lines.add(Resource.HBM, Phase.FORWARD)
-def contention_forward(c: RuntimeFacts) -> int:
-    """What gathers take from the kernels that they run beside."""
-    sent = c.param_bytes * (c.gathered * c.micro_batches + c.gathered_once)
-    return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks * c.micro_batches)
-
-
-@_lines.add(Resource.HBM, Phase.BACKWARD)
-def contention_backward(c: RuntimeFacts) -> int:
-    """What gathers and reductions take from the kernels that they run beside."""
-    reduced = c.reduce_bytes * (c.reduced * c.micro_batches + c.reduced_once - c.reduced_last)
-    sent = c.param_bytes * c.gathered * c.micro_batches + reduced
-    return fraction(MEMORY_PER_BYTE * sent, c.steps_before, c.ranks * c.micro_batches)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD, Phase.BACKWARD)

@@ -47,8 +47,11 @@ LINK_FRACTION = 0.80
 
 
 #: µs of the slowest of the hosts that were calibrated, with 16 cores a GPU each: the slower of one process and of two
-#: (benchmarks/results/layouts_two_h200_contention.jsonl). The fastest are the defaults of :class:`Rates`.
+#: (benchmarks/results/layouts_two_h200_contention.jsonl). DeepSpeed's modules took the last two there in a step of Llama 3.2 1B
+#: (layouts_two_h200_steps_sixth.jsonl: what the slower rank's host took beyond issuing kernels). The defaults of
+#: :class:`Rates` are of the fastest host.
 _SLOW_HOST = {"launch_us": 48.5, "autograd_us": 38.0, "dispatch_us": 87.4, "unit_hook_us": 267.5}
+_SLOW_MODULES = {"gather_hook_us": 608.0, "release_hook_us": 886.0}
 _DEEPSPEED_HOOKS = (
     *("operation_us", "await_us", "checkpoint_us", "gradient_hook_us", "gather_hook_us", "release_hook_us"),
     "upload_hook_us",
@@ -156,7 +159,7 @@ class Rates:
 
     def on_slow_host(self) -> Rates:
         """Return these rates with the slowest host's in the place of those that are no measured ones."""
-        usual, slow = _defaults(), _SLOW_HOST | deepspeed_hooks(_SLOW_HOST["launch_us"])
+        usual, slow = _defaults(), _SLOW_HOST | deepspeed_hooks(_SLOW_HOST["launch_us"]) | _SLOW_MODULES
         changed: dict[str, Any] = {name: value for name, value in slow.items() if getattr(self, name) == usual[name]}
         return replace(self, **changed)
 

@@ -42,6 +42,7 @@ class Sharing:
         hooks: what runs hooks.
         sums_jointly: layers of one input sum its gradient over tensor-parallel ranks together, and not each by itself.
         hides_exchange: exchanges of experts run beside another micro batch's computation, as far as that lasts.
+        gathers_logits: tensor-parallel ranks gather each other's logits.
         gathers_again: tokens that ranks share are gathered once more in the backward, and not kept.
     """
 
@@ -58,6 +59,7 @@ class Sharing:
     dispatches: bool = True
     hooks: Hooks = Hooks.PARAMETERS
     sums_jointly: bool = False
+    gathers_logits: bool = False
     gathers_again: bool = False
     hides_exchange: bool = False
 

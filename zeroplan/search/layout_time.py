@@ -214,13 +214,22 @@ class LayoutCost:
         for stage in stages:
             count = stage.end - stage.first
             head = self._head if stage.is_last else 0.0
-            found.append((forward.times(count).plus(_PassSeconds(head)), backward.times(count).plus(_PassSeconds(2 * head))))
+            logits = self._logits if stage.is_last else 0.0
+            found.append(
+                (forward.times(count).plus(_PassSeconds(head, logits)), backward.times(count).plus(_PassSeconds(2 * head)))
+            )
         return found
 
     @cached_property
     def _head(self) -> float:
         """Seconds of the head's product in the forward."""
         return 2 * (self.whole.all - self.whole.blocks) * self.tokens / (self.layout.tp * self.rates.matmul_tflops * _TERA)
+
+    @cached_property
+    def _logits(self) -> float:
+        """Seconds in which tensor-parallel ranks gather each other's logits."""
+        size = self.sharing.gathers_logits * _HALF * self.tokens * int(self.case.spec.config.get("vocab_size") or 0)
+        return self.fabric.seconds(Collective.ALL_GATHER, size, self._group(self.layout.tp))
 
     @cached_property
     def _items(self) -> list[WorkItem]:
@@ -477,10 +486,8 @@ class LayoutCost:
             found = (one for one in items if one.phase is Phase.STEP and one.resource.executor in own)
             return sum(one.seconds for one in found if not (one.ahead and one.resource.executor is Executor.PYTHON))
         dense, experts = self._held(rank)
-        shards, group = (
-            self.layout.shard_group,
-            self.layout.expert_shard_group if self.layout.ep > 1 else self.layout.shard_group,
-        )
+        shards = self.layout.shard_group
+        group = self.layout.expert_shard_group if self.layout.ep > 1 else shards
         updated = dense / shards + experts / group if self.case.zero.stage else dense + experts
         states = 2 * find_optimizer(self.work.numerics.optimizer).bytes_per_element(0.0)
         clipped = updated * (4 + 8) / (self.rates.hbm_gbs * _GIGA)

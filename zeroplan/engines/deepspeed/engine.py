@@ -297,6 +297,7 @@ class DeepSpeed(Engine):
             overlaps=zero.overlaps_comm,
             reduced_bytes=2 * 2,
             reduces_each=zero.stage == 2,
+            gathers_logits=True,
             dispatches=False,
             hooks=Hooks.GRADIENTS,
             own_step=True,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
-from tests.runtime.test_options import Shared, Thief, freeze
+from tests.runtime.test_options import Shared, freeze
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
 
@@ -68,6 +68,13 @@ def test_blocks_used_several_times(pool: RankPool, free: bool) -> None:
     resident, *offloaded = [pool.run(2, train_shared, zero, free)[0] for zero in WAYS]
     for found in offloaded:
         assert all(torch.equal(resident[name], p) for name, p in found.items())
+
+
+class Thief(models.Tiny):
+    """Reads a block's weight outside the block's forward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.blocks[0].up.weight.square().sum()
 
 
 def steal(zero: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ CAMPAIGNS = {
     "beside_adapters": ("FSDP 1 with offload, averages, modules beside adapters", (BESIDE_ADAPTERS,)),
     "media": ("videos and sound, frozen parts, averages under FSDP2", (MEDIA,)),
     "offloaded_checkpoints": ("checkpoints on the host by a function", (BESIDE_ADAPTERS,)),
+    "adapters_stage3": ("adapters at DeepSpeed's stage 3", (BESIDE_ADAPTERS,)),
     "frozen_blocks": ("blocks of a stack that are not frozen alike", (RESULTS / "frozen_blocks.jsonl",)),
     "frozen_blocks_2": ("the same, once all blocks were traced", (RESULTS / "frozen_blocks_2.jsonl",)),
     "fused_adapters": ("axolotl's fused adapters", (RESULTS / "fused_adapters.jsonl",)),

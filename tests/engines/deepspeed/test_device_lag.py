@@ -18,6 +18,7 @@ from zeroplan.engines.deepspeed import simulation
 from zeroplan.engines.deepspeed.simulation import device_lag_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.run.ask import Ask
+from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 #: 1 µs for a fetch, nothing else on the host; 10 elements a µs and token, 1 byte a µs and pass.
@@ -144,8 +145,13 @@ def test_a_measured_run_with_and_without_offload_lies_between_the_ends_of_the_la
     assert run is not None
     gpu = run.plan.gpu
     assert gpu.interval is not None
-    assert gpu.interval[0] <= row["nvml_used"] <= gpu.interval[1]
     assert gpu.peak_allocated == pytest.approx(row["peak_allocated"], rel=1e-4)
+    if row.get("cap"):  # the allocator gave its cached memory back to stay beneath: HL4 seven times
+        paces = (run.simulation.timeline, *run.simulation.other_lags)
+        capped = [one.under(row["cap"], AllocatorConfig.parse(row["alloc_conf"])).peak_reserved for one in paces]
+        assert 0.98 * min(capped) <= row["peak_reserved"] <= 1.02 * max(capped)
+        return
+    assert gpu.interval[0] <= row["nvml_used"] <= gpu.interval[1]
     if row["id"] in ("HL1", "HL7"):  # a host that waited at every fetch would reserve less than was measured
         assert row["peak_reserved"] > 1.03 * run.simulation.timeline.peak_reserved
 

@@ -43,6 +43,7 @@ CAMPAIGNS = {
     "fused_adapters": ("axolotl's fused adapters", (RESULTS / "fused_adapters.jsonl",)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
     "classes3": ("classes of transformers, drawn a third time", (CLASSES,)),
+    "classes4": ("classes of transformers, drawn a fourth time", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.
 RIGHT = 0.01

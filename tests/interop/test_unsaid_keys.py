@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
@@ -41,6 +42,13 @@ def test_axolotls_checkpoints_are_reentrant_where_it_says_so() -> None:
     on = {**AXOLOTL, "gradient_checkpointing": True}
     assert read_setup({**on, "gradient_checkpointing_kwargs": {"use_reentrant": True}}).ask.value("reentrant") is True
     assert read_setup(on).ask.value("reentrant") is False
+
+
+def test_axolotls_random_weights_have_a_dtype_of_their_own() -> None:
+    """Reported: such a run of SmolLM2 1.7B ran out of 80 GB in its second step, as its plan in fp32 does (80.4 GiB)."""
+    (one,) = read_setup({**AXOLOTL, "reinit_weights": True}).unmodelled
+    assert (one.key, one.effect) == ("reinit_weights", Effect.MORE)
+    assert not read_setup({**AXOLOTL, "reinit_weights": False}).unmodelled
 
 
 @pytest.mark.parametrize(

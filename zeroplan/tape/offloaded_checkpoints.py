@@ -64,16 +64,54 @@ def with_checkpoints_by_function(tape: ExpandedTape) -> ExpandedTape:
     """
     found = _found(tape, first_kept=True)
     edit = TapeEdit(tape)
-    for one in found.inputs:
-        left = edit.first(Op.EXIT, tape.arg[one.forward], one.forward)
-        assert left is not None, "a block that is entered is left"
+    for number, one in enumerate(found.inputs):
+        holder = tape.arg[one.forward]
+        if number == 0 and found.first_kept is None:  # the model's own variable holds what its embedding made
+            holder = _caller(tape, holder)
+        left = edit.first(Op.EXIT, holder, one.forward)
+        assert left is not None, "a module that is entered is left"
         edit.behind(left).free(one.storage)
         back = edit.before(one.again).alloc(one.bytes, Kind.CHECKPOINT)
-        edit.replace(edit.freed[one.storage], (Op.FREE, back, 0, 0, -1))
+        end = edit.freed[one.storage]
+        _hold_until_returned(edit, tape.arg[one.forward], range(one.again, end), one.bytes)
+        edit.replace(end, (Op.FREE, back, 0, 0, -1))
     if found.first_kept is not None:
         back = edit.before(found.first_kept.start).alloc(found.inputs[0].bytes, Kind.CHECKPOINT)
         edit.before(found.first_kept.stop).free(back)
     return edit.result()
+
+
+def _hold_until_returned(edit: TapeEdit, block: int, again: range, output: int) -> None:
+    """Run a block again before anything of its backward, and keep what the function's own backward holds until it returns:
+    the block's output, and autocast's copies of its weights.
+
+    Args:
+        again: the events from the block's second forward to the end of its backward.
+        output: bytes.
+    """
+    tape = edit.tape
+    entered = (at for at in range(again.start) if (tape.op[at], tape.arg[at]) == (Op.BWD_ENTER, block))
+    begun = max(entered, default=again.start)
+    behind = 1 + max(at for at in again if tape.op[at] == Op.ENTER)
+    while tape.op[behind] == Op.ALLOC and tape.kind[behind] in (Kind.CAST, Kind.SAVED):
+        behind += 1
+    after = edit.before(behind)
+    made = after.alloc(output, Kind.SAVED)
+    early = edit.allocations(range(begun, again.start))
+    edit.drop(early)
+    for at in early:
+        after.events.append(edit.event(at))
+    casts = [tape.arg[at] for at in edit.allocations(again) if tape.kind[at] == Kind.CAST]
+    edit.drop_frees([one for one in casts if edit.freed[one] in again])
+    edit.behind(again.stop).free(made, *casts)
+
+
+def _caller(tape: ExpandedTape, block: int) -> int:
+    """Return the module whose forward calls a block: the nearest one around it that is no list of blocks."""
+    around = tape.modules[block].parent
+    while tape.modules[around].type == "ModuleList":
+        around = tape.modules[around].parent
+    return around
 
 
 def on_host_by_function(tape: ExpandedTape) -> tuple[int, ...]:

@@ -64,6 +64,16 @@ def _ctc_backward(args: Any, kwargs: Any) -> Sizes:
 BEFORE[_aten._ctc_loss_backward.Tensor] = _ctc_backward
 
 
+def _contiguous(args: Any, kwargs: Any) -> Sizes:
+    """Return the bytes of the copies that a norm's kernels take of gradient and input where these are transposed
+    (``layer_norm_kernel.cu``, ``expect_contiguous``).
+    """
+    return [one.numel() * one.element_size() for one in args[:2] if isinstance(one, torch.Tensor) and not one.is_contiguous()]
+
+
+BEFORE[_aten.native_layer_norm.default] = BEFORE[_aten.native_layer_norm_backward.default] = _contiguous
+
+
 def _scan(args: Any, kwargs: Any, out: Any) -> Sizes:
     """Return the bytes of a cumulative sum's cast input, and of the scratch block by which it scans a single row
     (``ScanUtils.cuh``).

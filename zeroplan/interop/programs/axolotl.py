@@ -41,6 +41,7 @@ _NOT_MODELLED = {
     "reward_model": (MORE, "chosen and rejected samples pass together"),
     "process_reward_model": (UNKNOWN, "a head for rewards"),
     "num_labels": (UNKNOWN, "a head for classes"),
+    "reinit_weights": (MORE, "random weights are made in the dtype of the model's config; 16 bits are counted"),
 }
 _KERNELS = (*FusedAdaptersTechnique.switches, "lora_embedding_kernel")
 #: Degrees that no field holds.

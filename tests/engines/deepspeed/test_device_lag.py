@@ -15,6 +15,7 @@ from zeroplan.core.rates import rates_of
 from zeroplan.core.sizes import GIB
 from zeroplan.engines.compute_traffic import PASSES
 from zeroplan.engines.deepspeed import simulation
+from zeroplan.engines.deepspeed.coordinator import _Trace
 from zeroplan.engines.deepspeed.simulation import device_lag_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.run.ask import Ask
@@ -79,6 +80,14 @@ def test_what_the_head_writes_keeps_the_device_busy() -> None:
     found = device_lag_of(_stream(5, 5, 5, wrote=3), 1, RATES, fp32=False, unhooked=[False] * 3)
     assert found.back[2] == 2 + 1 + 3
     assert found.back[1] == 2
+
+
+def test_the_search_for_what_returns_asks_the_released_module_whether_it_is_a_leaf() -> None:
+    """W13, whose leaf modules are mixtures: it kept 55 MB of its attention's weights for the backward."""
+    trace = _Trace([0, 1, 0], [[0], [1]], numel=[10, 1000], own={1: ()})
+    assert trace.returns_within(0, 1, 500)
+    assert not _Trace([0, 1, 0], [[0], [1]], numel=[10, 1000], own={}).returns_within(0, 1, 500)
+    assert trace.returns_below(1, 500, {0: (0,), 1: (1,)}.__getitem__) == {1}
 
 
 def test_modules_inside_a_leaf_fetch_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.accuracy import measure_row
-from benchmarks.rows import EXTRA, MEASURED, load_rows, request_of
+from benchmarks.rows import BESIDE_ADAPTERS, EXTRA, MEASURED, load_rows, request_of
 from zeroplan.planner.estimate import estimate_runs
 
 
@@ -21,6 +21,14 @@ def test_peak_reserved_is_exact(row_id: str) -> None:
     (run,) = estimate_runs(request_of(row, depth="simulated")).runs
     assert run is not None
     assert run.plan.gpu.peak_reserved == row["peak_reserved"]
+
+
+def test_checkpoints_on_the_host_by_a_function_hold_what_its_backward_holds() -> None:
+    """The output, autocast's copies and the model's embedding: without them OC01 reserved 3.8 % less than measured."""
+    (row,) = (row for row in load_rows(BESIDE_ADAPTERS) if row["id"] == "OC01")
+    (run,) = estimate_runs(request_of(row, depth="simulated")).runs
+    assert run is not None
+    assert run.plan.gpu.peak_reserved == pytest.approx(row["peak_reserved"], rel=2e-4)
 
 
 def test_weights_read_by_other_modules_are_gathered_in_the_first_forward() -> None:

@@ -7,7 +7,9 @@ Note [Trace]
     The first forward and backward record in which order modules want their parameters. From the second on the trace is
     complete: each module's fetch then also gathers what comes next (prefetch), as far as `prefetch_bucket_size` more
     elements and `max_live_parameters` in all allow, and a module's release keeps what returns within `max_reuse_distance`.
-    Every fetch is one step of the trace, forwards, backwards and recomputations alike.
+    Every fetch is one step of the trace, forwards, backwards and recomputations alike. The search for what returns asks of the
+    module that is released, not of those that follow, whether it is a leaf module: where it is none, leaf modules that follow
+    count without what is below them, and where it is one, every module that follows counts with it (``__params_to_release``).
 
 Note [Lag]
     A block that another stream used is reusable when that stream has passed its free. Stage 3's Python hooks take longer
@@ -22,14 +24,17 @@ Note [Lag]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, partial
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import COMPUTE, GATHER
+from zeroplan.engines.deepspeed.leaf_modules import subtree_params
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.deferred_frees import DeferredFrees
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import TapeModule
 
 _ABSENT, _IN_FLIGHT, _AVAILABLE = range(3)
 _NEVER = -(10**10)
@@ -62,23 +67,39 @@ class _Gather:
 class _Trace:
     """A complete trace: the modules in order, their parameters, and where each parameter is used again."""
 
-    def __init__(self, modules: Sequence[int], params: Sequence[Sequence[int]], numel: Sequence[int]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[int],
+        params: Sequence[Sequence[int]],
+        numel: Sequence[int],
+        own: Mapping[int, Sequence[int]],
+    ) -> None:
         self.uses: list[tuple[int, int]] = []  # (parameter, step)
         self.steps_of: dict[int, list[int]] = {}
         self.before = [0]  # elements asked for before each step
+        self.modules, self.numel = modules, numel
         for step, module in enumerate(modules):
-            total = self.before[-1]
-            for p in params[module]:
-                self.uses.append((p, step))
+            self.uses += [(p, step) for p in params[module]]
+            alone = own.get(module, params[module])
+            for p in alone:
                 self.steps_of.setdefault(p, []).append(step)
-                total += numel[p]
-            self.before.append(total)
+            self.before.append(self.before[-1] + sum([numel[p] for p in alone]))
 
     def returns_within(self, param: int, step: int, distance: int) -> bool:
-        """Return whether a module from `step` on, less than `distance` elements away, uses the parameter."""
+        """Return whether a module from `step` on, less than `distance` elements away, uses the parameter. See Note [Trace]."""
         steps = self.steps_of.get(param, ())
         at = bisect_left(steps, step)
         return at < len(steps) and self.before[steps[at]] - self.before[min(step, len(self.before) - 1)] < distance
+
+    def returns_below(self, step: int, distance: int, below: Callable[[int], Sequence[int]]) -> set[int]:
+        """Return the parameters that modules from `step` on, less than `distance` elements away, have `below` them."""
+        found: set[int] = set()
+        for module in self.modules[step:]:
+            if distance <= 0:
+                break
+            found.update(below(module))
+            distance -= sum([self.numel[p] for p in below(module)])
+        return found
 
 
 class Coordinator:
@@ -88,6 +109,8 @@ class Coordinator:
         rank: whose parameters.
         recorder: where allocations go.
         module_params: what each module fetches: its own parameters, or all below it where it is a leaf module.
+        modules: all modules; needed where there are leaf modules.
+        leaves: the leaf modules.
         read_by: modules that never run, whose parameters another module reads in its forward.
         waiting: the frees of another model that wait for the same stream; None where there is none.
     """
@@ -99,12 +122,17 @@ class Coordinator:
         module_params: Sequence[Sequence[int]],
         read_by: Mapping[int, int] | None = None,
         waiting: DeferredFrees | None = None,
+        *,
+        modules: Sequence[TapeModule] = (),
+        leaves: Collection[int] = (),
     ) -> None:
         zero = rank.zero
         self.rank, self.recorder = rank, recorder
         self.alloc = recorder.alloc
         self.module_params = [sorted(set(ps)) for ps in module_params]
         self.read_by = read_by or {}
+        self.leaves = {m: modules[m].params for m in leaves}  # their own parameters
+        self.below = cache(partial(subtree_params, modules))
         self.persistent = frozenset(rank.persistent_params)
         self.on_host = zero.offloads_param  # whether shards are in host memory
         self.copies_shards = self.on_host or any(travel != rank.param_bytes for travel in rank.gather_of)
@@ -145,7 +173,7 @@ class Coordinator:
         self.inflight.clear()
         if self.trace is None:
             if self.recorded is not None:
-                self.trace = _Trace(self.recorded, self.module_params, self.rank.numel)
+                self.trace = _Trace(self.recorded, self.module_params, self.rank.numel, self.leaves)
             else:
                 self.recorded = []
         self.queue = self.step = self.live = 0
@@ -250,11 +278,12 @@ class Coordinator:
         if found is None:
             trace, step, distance = self.trace, self.step, self.rank.zero.stage3.max_reuse_distance
             assert trace is not None
-            found = self.kept[key] = frozenset(
-                p
-                for p in self.module_params[module]
-                if p not in self.persistent and self.fetched_at[p] <= step and not trace.returns_within(p, step, distance)
-            )
+            going = [p for p in self.module_params[module] if p not in self.persistent and self.fetched_at[p] <= step]
+            if module in self.leaves:
+                found = frozenset(going) - trace.returns_below(step, distance, self.below)
+            else:
+                found = frozenset(p for p in going if not trace.returns_within(p, step, distance))
+            self.kept[key] = found
         return found
 
     def end_backward(self) -> None:

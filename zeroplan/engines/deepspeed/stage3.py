@@ -40,8 +40,7 @@ class Stage3(DeepSpeedSchedule):
         self.saves, self.keeps = saved_weights(rank, tape, self.uncalled), weights_of_graphs(rank, tape)
         self.held: list[tuple[int, int]] = []  # blocks that the micro batch's graph keeps, in the order in which they go
         self.held_again: list[tuple[int, int]] = []  # those that a recomputation's graph keeps
-        self.offload = rank.offloads_optimizer
-        self.offload_param = zero.offloads_param
+        self.offload, self.offload_param = rank.offloads_optimizer, zero.offloads_param
         self.swaps_optimizer = rank.optimizer_device is OffloadDevice.NVME
         self.stream = REDUCE if zero.overlaps_comm else COMPUTE
         self.shards, self.trained = rank.shards, rank.trained
@@ -55,7 +54,8 @@ class Stage3(DeepSpeedSchedule):
             for m, module in enumerate(modules)
         ]
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
-        self.coordinator = Coordinator(rank, recorder, fetched, {head: modules[head].parent} if head >= 0 else {})
+        read_by = {head: modules[head].parent} if head >= 0 else {}
+        self.coordinator = Coordinator(rank, recorder, fetched, read_by, modules=modules, leaves=leaves)
         self.reference = reference_coordinator(rank, recorder, self.coordinator) if rank.reference else None
         self.asked: Coordinator | None = None  # the reference's, while it runs
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected

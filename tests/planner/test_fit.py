@@ -148,3 +148,10 @@ def test_a_run_that_has_to_empty_its_cache_fits_where_such_runs_were_measured(
     assert [one.key for one in tight.unmodelled] == ([] if fits else ["limit"])
     roomy = the_plan(**asked, vram=f"{1.2 * total / GIB:.2f}G")
     assert (roomy.fits, roomy.gpu.at_limit) == (True, False)
+
+
+def test_a_plan_is_named_by_what_runs() -> None:
+    """Below stage 3 DeepSpeed takes NVMe as the host, and ignores the parameters' block."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}, "offload_param": {"device": "cpu"}}
+    plan = the_plan(model="gpt2", gpus=2, depth="formula", ds_config={"bf16": {"enabled": True}, "zero_optimization": zero})
+    assert (plan.offload_optimizer, plan.offload_param) == ("cpu", "none")

@@ -295,7 +295,15 @@ class ZeroConfig:
     @property
     def label(self) -> str:
         """``"stage 3, optimizer cpu, parameters cpu"``."""
-        return sharding_label(self.stage, self.offload_optimizer.device, self.offload_param.device)
+        return sharding_label(self.stage, *self.devices)
+
+    @property
+    def devices(self) -> tuple[OffloadDevice, OffloadDevice]:
+        """Where optimizer states and parameters are: below stage 3 DeepSpeed takes NVMe as the host, and ignores parameters."""
+        optimizer, param = self.offload_optimizer.device, self.offload_param.device
+        if self.stage == 3:
+            return optimizer, param
+        return OffloadDevice.CPU if optimizer is OffloadDevice.NVME else optimizer, OffloadDevice.NONE
 
     @property
     def overlaps_comm(self) -> bool:

@@ -101,13 +101,13 @@ def test_towers_are_frozen_where_a_program_does_so_unasked(tmp_path: Path) -> No
 def test_blocks_of_a_stack_that_are_not_frozen_alike_are_simulated() -> None:
     """What trains nothing before the first trained block keeps nothing; what is frozen behind it passes gradients on."""
     pytest.importorskip("transformers")
-    config, peaks = small_llama(layers=24), []
-    for frozen in (range(1, 24), range(23)):
+    config, peaks = small_llama(layers=12), []
+    for frozen in (range(1, 12), range(11)):
         parts = ("embed_tokens", *(f"layers.{number}" for number in frozen))
         (plan,) = zeroplan.estimate(config, engine="ddp", freeze=parts, micro_batch=8, seq_len=512, gpu="H100")
         assert (plan.depth, plan.fits) == ("simulated", True)
         peaks.append(plan.gpu.peak_allocated)
-    assert peaks[0] > 3 * peaks[1]
+    assert peaks[0] > 2 * peaks[1]
 
 
 def test_a_search_counts_what_files_freeze_as_trained(tmp_path: Path) -> None:

@@ -180,8 +180,6 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             tape = _traced(spec, options, workload)
         expanded = expand_for(tape, case, trace=True, zero3=zero3)
         _require_all_parameters(expanded, case)
-        if workload.has(FrozenParts):
-            _require_the_trained(expanded, case)
         if case.halves:
             expanded = replace(expanded, halves=_halves(case))
         return (
@@ -215,7 +213,7 @@ def tape_at_hand(engine: Engine, case: Case, *, plain: bool | None = None) -> Ex
 
 
 def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
-    """Refuse a tape of another model: one on which a stack of blocks is deeper or shallower than the config says.
+    """Refuse a tape of another model: one with more or fewer blocks than the config says, or with other frozen parts.
 
     Raises:
         NoTapeError: when the tape's parameters are not the model's.
@@ -229,19 +227,12 @@ def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
             f"{case.spec.name}: the traced model has {have:,} parameters, the config says {want:,}",
             remedy="report it with the config",
         )
+    if case.workload.has(FrozenParts) and _trained(tape.parameters) != _trained(case.spec.parameters):
+        raise NoTapeError(f"{case.spec.name}: the traced model trains other parameters than the config says")
 
 
-def _require_the_trained(expanded: ExpandedTape, case: Case) -> None:
-    """Refuse a tape in which other parameters are frozen than in the case."""
-    have, want = (
-        {name for name, trains in zip(one.names, one.trainable, strict=True) if trains}
-        for one in (expanded.parameters, case.spec.parameters)
-    )
-    if have != want:
-        raise NoTapeError(
-            f"{case.spec.name}: the traced model trains other parameters than the config says",
-            remedy="report it with the config",
-        )
+def _trained(parameters: Parameters) -> set[str]:
+    return {name for name, trains in zip(parameters.names, parameters.trainable, strict=True) if trains}
 
 
 def _without_adapters(parameters: Parameters) -> int:

@@ -178,9 +178,9 @@ def attention_forward(c: ComputeFacts) -> int:
 
 @_lines.add(Resource.ATTENTION, Phase.BACKWARD)
 def attention_backward(c: ComputeFacts) -> int:
-    """Five products in place of two: the fused kernel recomputes the scores.
+    """Five products in place of two: the fused kernel recomputes the scores, which eager attention keeps.
 
-    Eager attention keeps them. Source: Dao 2023, "FlashAttention-2", section 4.1 (2.5 times the forward)
+    Source: Dao 2023, "FlashAttention-2", section 4.1 (2.5 times the forward)
     """
     return fraction(c.attention_ops * c.attention * c.seq_len * c.tokens, 5 if c.fused else 4, 2)
 

@@ -63,7 +63,7 @@ class FusedAdaptersTechnique(Technique[FusedAdapters]):
     name = "fused adapters"
     kind = FusedAdapters
     where = "lora_*_kernel"
-    fused_adapters = Option(str, "", "", WORK, without=RUNS)  #: names of :data:`PARTS`, by comma
+    fused_adapters = Option(str, "", "", WORK, without=RUNS, merges=False)  #: names of :data:`PARTS`, by comma
     #: Keys of axolotl, and the parts that they mean.
     switches: ClassVar[Mapping[str, str]] = {f"lora_{part}_kernel": part for part in PARTS}
     engines = ("ddp", "deepspeed")

@@ -64,6 +64,7 @@ class CostModel:
         self.traffic = engine.traffic(spec, cluster)
         self.matrices: Matrices = matrices(spec)
         ranks = cluster.layout.world_size
+        self.first = spec.parameters.numel[0] / max(1, sum(spec.parameters.numel))
         self.taken = fabric_of(rates, cluster.gpu).taken(RankGroup(ranks, gcd(ranks, cluster.domain)))
 
     def items(
@@ -101,7 +102,7 @@ class CostModel:
     def composed(self, items: Sequence[WorkItem], workload: Workload, zero: ZeroConfig, *, marked: bool = False) -> StepTime:
         """Lay lines of work side by side as this engine and these GPUs do; arguments as of :func:`compose`."""
         overlap, layout = self.traffic.overlaps(zero), self.cluster.layout
-        return compose(items, workload, overlap, layout, marked=marked, taken=self.taken)
+        return compose(items, workload, overlap, layout, marked=marked, taken=self.taken, unhidden=self.first)
 
     def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
         """Return the facts that the lines read: the computation's, and the engine's."""
@@ -121,6 +122,7 @@ def compose(
     *,
     marked: bool = False,
     taken: float = 0.0,
+    unhidden: float = 0.0,
 ) -> StepTime:
     """Lay the lines of work side by side. See Note [Overlap].
 
@@ -131,6 +133,7 @@ def compose(
         layout: for the samples of a step.
         marked: whether the host waits for the device after each forward and backward.
         taken: the part of the multiprocessors that the kernels of collectives keep.
+        unhidden: the part of a forward's gathers that nothing can run beside: those of its first parameter.
     """
     busy = {Phase.FORWARD: _IDLE.copy(), Phase.BACKWARD: _IDLE.copy(), Phase.STEP: _IDLE.copy()}
     ahead = _IDLE.copy()
@@ -145,7 +148,8 @@ def compose(
         if not overlap:
             return gpu + link + sum(side)
         lasts = seconds_beside(link, gpu)
-        return max(gpu + taken * min(gpu, lasts), lasts, *side)
+        alone = unhidden * link if work is busy[Phase.FORWARD] else 0.0
+        return max(alone + gpu + taken * min(gpu, lasts), lasts, *side)
 
     first, second = busy[Phase.FORWARD], busy[Phase.BACKWARD]
     forward, backward = max(first[Executor.PYTHON], device(first)), max(second[Executor.PYTHON], device(second))

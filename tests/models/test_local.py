@@ -184,10 +184,10 @@ def _unreadable_folder(path: Path) -> None:
 
 
 BAD_PATHS: dict[str, tuple[Any, str]] = {
-    "missing": (lambda path: None, "no such file"),
+    "missing": (lambda path: None, "does not exist"),
     "an empty folder": (lambda path: path.mkdir(), "neither a config.json nor safetensors"),
     "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
-    "a link to nothing": (lambda path: path.symlink_to(path.parent / "gone"), "no such file"),
+    "a link to nothing": (lambda path: path.symlink_to(path.parent / "gone"), "does not exist"),
     "a pipe": (lambda path: os.mkfifo(path), "is a pipe, not a file"),
     "an empty file": (lambda path: path.write_bytes(b""), "is not JSON"),
     "a binary file": (lambda path: path.write_bytes(bytes(range(256))), "is not UTF-8"),

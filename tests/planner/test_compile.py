@@ -31,7 +31,7 @@ def planned(**fields: Any) -> Report:
         ({"engine": "deepspeed", "stage": 2}, "not planned under deepspeed"),
         ({"engine": "fsdp2", "fp8": "tensorwise", "gpu": "H100"}, "with --fp8"),
         ({"engine": "ddp", "lora_rank": 4, "quantize": "nf4"}, "with --quantize"),
-        ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism alone; leave --tp out"),
+        ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism, and on replicas of the shards, alone; leave --tp out"),
         ({"engine": "zeroplan", "gpus": 4, "tp": 2}, "data parallelism, and on pipeline stages, alone; leave --tp out"),
         ({"engine": "fsdp2", "gradient_checkpointing": True, "checkpoint_policy": "selective"}, "with --checkpoint-policy"),
         ({"engine": "zeroplan", "stage": 3, "compile": "checkpointed-blocks"}, "give --gradient-checkpointing, or use blocks"),

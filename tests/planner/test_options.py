@@ -33,7 +33,8 @@ def test_arguments_of_estimate_are_its_options() -> None:
 def test_arguments_of_a_search_are_its_options_and_those_of_the_run() -> None:
     own = {name: hint for name, hint in get_type_hints(SearchOptions).items() if name not in ("training", "other_engine")}
     found = {name: hint for name, hint in taken("recommend").items() if name != "inputs"}
-    assert get_type_hints(RecommendOptions) == {**found, **own}
+    whole_training = {"tokens": int | str | None, "price": float | str | None}
+    assert get_type_hints(RecommendOptions) == {**found, **own, **whole_training}
 
 
 @pytest.mark.parametrize(("options", "verb"), [(VerifyOptions, "verify"), (TuneOptions, "tune")])

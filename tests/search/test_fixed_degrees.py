@@ -131,7 +131,7 @@ def test_what_cannot_be_is_said_as_estimate_says_it(cli: Cli, words: str, says: 
     [
         ("--goal memory", "--goal: cannot stand beside --tp"),
         ("-o run/", "--output: cannot stand beside --tp"),
-        ("--compile blocks", "--compile: cannot stand beside --tp"),
+        ("--compile blocks", "on replicas of the shards, alone; leave --tp out"),
         ("--from ds.json", "--from: cannot stand beside --tp"),
         ("--offload-optimizer cpu", "the time of layouts with offload is not modelled"),
         ("--engine ddp", "layouts are searched for deepspeed, fsdp2 and megatron alone"),

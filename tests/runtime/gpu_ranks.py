@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.conftest import ROOT
 
 _HEAD = """
@@ -29,12 +32,16 @@ print("well", flush=True)
 def run_on_gpus(body: str, folder: Path, *, ranks: int, timeout: float) -> None:
     """Run `body` on each of `ranks` ranks; it finds ``device``, the process group, ``models`` and ``ds_config`` ready.
 
+    The test is skipped where there are fewer GPUs.
+
     Args:
         body: lines of Python without indentation, which begin with a newline.
         folder: of the script.
         ranks: GPUs.
         timeout: seconds.
     """
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     script = folder / "rank.py"
     script.write_text(_HEAD.replace("@root", repr(str(ROOT))) + body.removeprefix("\n") + _TAIL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]

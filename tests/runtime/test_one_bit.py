@@ -462,7 +462,6 @@ for losses, errors in found[1:]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_and_stages_agree_over_nccl(tmp_path: Path) -> None:
     """The kernels' bits are those of torch's operations, which the simulation above holds on CPUs; stage 1's are stage 0's."""
     run_on_gpus(TWO_GPUS, tmp_path, ranks=2, timeout=600)

@@ -12,7 +12,7 @@ from zeroplan.planner.describe import describe_layout
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import fit_text, of_usable, unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
-from zeroplan.search.layout_orders import recomputed
+from zeroplan.search.layout_recomputation import recomputed
 from zeroplan.search.policy import EQUALLY_FAST, HOST_DECIDES, NOTABLE
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.planner.describe import describe_layout
 from zeroplan.run.ask import Ask
-from zeroplan.search.layout_orders import FIXED, flags_of, recomputed
+from zeroplan.search.layout_orders import FIXED, flags_of
+from zeroplan.search.layout_recomputation import recomputed
 from zeroplan.search.layout_time import LayoutTime, Link
 
 

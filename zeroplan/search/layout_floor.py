@@ -34,7 +34,7 @@ from zeroplan.ledger.work import head_width
 from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.models.spec import ModelSpec, SpecUnit
 from zeroplan.run.ask import Ask
-from zeroplan.search.layout_orders import recomputed
+from zeroplan.search.layout_recomputation import recomputed
 
 #: Techniques with which a block that recomputes nothing keeps all that :func:`_kept_within` counts.
 _KEEPING = (ChunkedHead, GradientCheckpointing)

@@ -52,13 +52,6 @@ _OF_TWO_CHUNKS = tuple(one.value for one in PipelineSchedule if one.folded)
 #: Micro batches of a step for each pipeline stage, unless the request says how many: a rank then waits for less than a fifth of
 #: a step, (pp − 1) / (4 · pp + pp − 1).
 MICRO_BATCHES_A_STAGE = 4
-#: What blocks recompute, as fields of a request: nothing; all but products and attention, where a tape of it is shipped; all.
-SELECTIVE = ("checkpoint_policy", "selective")
-RECOMPUTED: tuple[dict[str, Any], ...] = (
-    {"gradient_checkpointing": False},
-    {"gradient_checkpointing": True} | dict([SELECTIVE]),
-    {"gradient_checkpointing": True},
-)
 #: Pipeline stages and context-parallel ranks that are tried at most.
 _MOST_STAGES, _MOST_RING = 16, 16
 #: Stages that are tried where nothing fits with fewer.
@@ -72,11 +65,6 @@ _LEAST_TOKENS = 4096
 def fixed_degrees(request: Ask) -> dict[str, Any]:
     """Return the degrees that a request says, by field. See Note [Fixed degrees]."""
     return {name: request.values[name] for name in FIXED if name in request}
-
-
-def recomputed(request: Ask) -> str:
-    """Return by which policy the request's blocks are recomputed; empty where they are not."""
-    return str(request.value("checkpoint_policy")) if request.value("gradient_checkpointing") else ""
 
 
 def without_degrees(request: Ask) -> Ask:

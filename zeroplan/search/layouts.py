@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import gcd
-from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -30,7 +29,6 @@ from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.rates import Rates
 from zeroplan.core.unmodelled import may_add
-from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.work import Counts
 from zeroplan.planner.estimate import allocator_config, plan_case
@@ -40,12 +38,10 @@ from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LaidOut, LayoutAnswer, TooLarge
-from zeroplan.search.layout_counts import rank_counts, ships_tape
+from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import (
     LEAST_GAIN,
-    RECOMPUTED,
-    SELECTIVE,
     LayoutOrders,
     checked_request,
     divides,
@@ -57,10 +53,10 @@ from zeroplan.search.layout_orders import (
     sequences,
     without_degrees,
 )
+from zeroplan.search.layout_recomputation import lacks_tape, recomputations
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.policy import EQUALLY_FAST, MOST_TOKENS
-from zeroplan.techniques.compiled import CompiledTechnique
 
 #: Parts of a number of nodes by which smaller ones differ that are tried.
 _STEPS = 16
@@ -155,20 +151,6 @@ def smallest_cluster(
     return whole(found)
 
 
-def _recomputations(plain: Ask) -> tuple[dict[str, Any], ...]:
-    """Return what the blocks of a model may recompute, as fields of a request."""
-
-    def ships(again: dict[str, Any]) -> bool:
-        try:
-            return ships_tape(resolve(plain.replace(**again)))
-        except BadInput:
-            return False
-
-    if plain[CompiledTechnique.compile] == Compilation.CHECKPOINTED:
-        return ({"gradient_checkpointing": True},)
-    return tuple(again for again in RECOMPUTED if SELECTIVE not in again.items() or ships(again))
-
-
 def _between(nodes: int, unit: int = 1) -> range:
     """Return the numbers of nodes to try between the half of `nodes` and `nodes`. See Note [Smallest cluster]."""
     step = unit * max(1, nodes // unit // _STEPS)
@@ -204,7 +186,7 @@ class _Search:
         assert layouts is not None, "checked_request refuses such engines"
         # Where this cannot be, no degree is to blame.
         plain = without_degrees(self._request).replace(nodes=1, stage=layouts.stage, grad_accum=None)
-        self._choices = _recomputations(plain) if checkpointing is None else ({"gradient_checkpointing": checkpointing},)
+        self._choices = recomputations(plain, checkpointing)
         alone = [resolve(plain.replace(**again)) for again in self._choices]
         self._spec, self._rate_warnings = alone[0].spec, list[str]()
         cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else self.nodes)
@@ -428,9 +410,11 @@ class _Search:
         for again in self._choices:
             for degrees in self._orders.of(request):
                 one = request.replace(**again, **degrees)
-                if SELECTIVE in again.items() and one.tp * one.cp * one.ep > 1:
-                    continue  # ranks that share blocks have no shipped tape of it
-                if divides(one) and not (limited and sequences(one) * (one.seq_len or 1) > MOST_TOKENS):
+                if (
+                    divides(one)
+                    and not lacks_tape(again, one)
+                    and not (limited and sequences(one) * (one.seq_len or 1) > MOST_TOKENS)
+                ):
                     yield one
 
     def _allowed(self, request: Ask) -> Resolved | None:
